@@ -1,0 +1,1 @@
+"""kvevict for message histories: formats, validation, policies, the manager and replay. Loads no torch."""

@@ -1,0 +1,1 @@
+"""One file a wire format; found by itself."""

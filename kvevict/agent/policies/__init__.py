@@ -1,0 +1,1 @@
+"""One file a message policy; found by itself."""
