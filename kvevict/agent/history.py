@@ -187,6 +187,7 @@ class Event:
         text: the summary of a compaction.
         tokens_before: context before a compaction, in tokens, where the log tells.
         first_kept: index of the first message that a compaction kept, where the log tells.
+        usage: the provider's usage object of a call that the log keeps outside the messages.
     """
 
     before: int
@@ -195,6 +196,7 @@ class Event:
     text: str = ""
     tokens_before: int | None = None
     first_kept: int | None = None
+    usage: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)

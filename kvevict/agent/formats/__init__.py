@@ -1,1 +1,93 @@
-"""One file a wire format; found by itself."""
+"""Wire formats and logs, one file each, found by itself: `to_normal` and `from_normal`.
+
+A format reads its objects into a `History` and writes a `History` back. What was not edited is
+written as the very object that was read, so `from_normal(to_normal(x, f), f) == x`, key order
+included. A history of another format is rebuilt from the normal form (`docs/agents.md` says what a
+conversion keeps).
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from functools import cache
+from typing import Any
+
+from kvevict.agent.formats.base import FORMATS, Format
+from kvevict.agent.history import History
+from kvevict.errors import HistoryError
+
+__all__ = ["Format", "detect", "format_names", "from_normal", "get_format", "to_normal"]
+
+
+@cache
+def _load() -> None:
+    for module in pkgutil.iter_modules(__path__):
+        importlib.import_module(f"{__name__}.{module.name}")
+
+
+def format_names() -> list[str]:
+    """Return the names of the known formats."""
+    _load()
+    return sorted(FORMATS)
+
+
+def get_format(name: str) -> Format:
+    """Return a format by name.
+
+    Raises:
+        HistoryError: an unknown name; lists the known ones.
+    """
+    _load()
+    if name not in FORMATS:
+        raise HistoryError(f"unknown format {name!r}; known: auto, {', '.join(sorted(FORMATS))}")
+    return FORMATS[name]
+
+
+def detect(obj: Any) -> str:
+    """Return the name of the format that an object is most likely in.
+
+    Raises:
+        HistoryError: an object that no format knows.
+    """
+    _load()
+    scores = {name: form.detect(obj) for name, form in sorted(FORMATS.items())}
+    best = max(scores, key=lambda name: scores[name])
+    if scores[best] <= 0:
+        raise HistoryError(
+            "the format is not recognised: give a list of messages, a request with `messages` or "
+            f"`input`, or a log, and name its format ({', '.join(sorted(FORMATS))})"
+        )
+    return best
+
+
+def to_normal(obj: Any, format: str = "auto") -> History:
+    """Read a message list, a whole request or a log into the normal form.
+
+    Args:
+        obj: what `json.loads` gives (for JSON lines: the list of their objects); not mutated, and
+            parts of it are kept by reference.
+        format: a name of `format_names()`, or "auto".
+
+    Raises:
+        HistoryError: an unknown format, role or block kind, or a part of the wrong shape; with the
+            message's index and the part's path.
+    """
+    form = get_format(detect(obj) if format == "auto" else format)
+    try:
+        return form.read(obj)
+    except RecursionError as error:
+        raise HistoryError("the history is nested too deeply to be read") from error
+
+
+def from_normal(history: History, format: str | None = None) -> Any:
+    """Write a history in a format.
+
+    Args:
+        history: any history.
+        format: a name of `format_names()`; None means the format that it was read from.
+
+    Raises:
+        HistoryError: an unknown format, or content that the format cannot carry.
+    """
+    return get_format(format or history.format).write(history)
