@@ -1,0 +1,384 @@
+"""MessagePolicy: what leaves a history, when, and by which verb; and the run of its stages.
+
+A message policy is a frozen dataclass without state. It answers `stages`, in the order of their
+cost; a stage proposes an edited history and the run accepts it or leaves everything as it was.
+Which slots stay is always chosen by a `kvevict.policy.Policy` (head, recent, importance, budget),
+the very object that evicts KV positions: see `kvevict.agent.verbs.choose`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from typing import Any, ClassVar, Literal
+
+from kvevict.agent.history import History, Message
+from kvevict.agent.store import Recall, Store
+from kvevict.agent.summarizers import SummaryInput
+from kvevict.errors import PolicyError
+from kvevict.policy import build_policy, lookup, split_policy
+
+REGISTRY: dict[str, type[MessagePolicy]] = {}
+
+Verb = Literal["drop", "mask", "truncate", "summarise", "externalise", "isolate", "warn"]
+Force = Literal["", "manual", "overflow"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Sizes that triggers are computed from, in tokens.
+
+    Attributes:
+        window: W, what the model can take in and put out together.
+        max_output: O, reserved for the answer.
+        overhead: a system prompt kept apart, and the tool declarations.
+    """
+
+    window: int = 200_000
+    max_output: int = 32_000
+    overhead: int = 0
+
+    @property
+    def usable(self) -> int:
+        """Tokens for a request: W - O, or W where the output alone would fill the window."""
+        return self.window - self.max_output if self.max_output < self.window else self.window
+
+
+@dataclass(frozen=True)
+class Moment:
+    """What is special about this call.
+
+    Attributes:
+        seen: messages of the full history so far.
+        force: "manual" when the user asked for compaction, "overflow" after the provider answered
+            that the prompt is too long, else "".
+        focus: what the user wants the summary to focus on, or a handoff's goal.
+    """
+
+    seen: int = 0
+    force: Force = ""
+    focus: str = ""
+
+
+@dataclass(frozen=True)
+class Services:
+    """What a stage may call.
+
+    Attributes:
+        summarise: `(input, budget, limit, wrap) -> text or None`; keeps the failure rules.
+        store: texts outside the window.
+        recall: makes the searchable storage of all messages, on first use.
+        resources: what is injected again from disk (see `policies.claude_code`), or None.
+        scores: importance of each message of a history, or None.
+    """
+
+    summarise: Callable[[SummaryInput, int, int, Callable[[str], str]], str | None]
+    store: Store = field(default_factory=Store)
+    recall: Callable[[], Recall] = Recall
+    resources: Any = None
+    scores: Callable[[History], Sequence[float]] | None = None
+
+
+@dataclass(frozen=True)
+class Context:
+    """Everything that a stage may look at besides the history.
+
+    Attributes:
+        limits: window, output, overhead.
+        services: summariser, store, ...
+        moment: what is special about this call.
+        size: tokens of one message.
+        memory: the policy's own JSON state, kept between calls; a stage may write to it.
+        ratio: tokens that the provider counted per token estimated, 1.0 without usage.
+        failures: failures of the summariser in a row.
+    """
+
+    limits: Limits
+    services: Services
+    moment: Moment
+    size: Callable[[Message], int]
+    memory: dict[str, Any]
+    ratio: float = 1.0
+    failures: int = 0
+
+    def sizes(self, view: History) -> list[int]:
+        """Return the tokens of each message."""
+        return [self.size(m) for m in view.messages]
+
+    def estimate(self, view: History) -> int:
+        """Return the estimated tokens of the messages alone."""
+        return sum(map(self.size, view.messages))
+
+    def total(self, view: History) -> int:
+        """Return the tokens of the whole request, corrected by the provider's last count."""
+        return round((self.estimate(view) + self.limits.overhead) * self.ratio)
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One step of a policy.
+
+    Attributes:
+        name: what reports call it.
+        verb: what it does.
+        edit: proposes an edited history; None or the same history means nothing to do.
+        due: whether the step is to be tried.
+        min_gain: tokens that must be freed, else nothing happens ("at least or nothing").
+        grows: whether the step only adds (a warning) and so may free nothing.
+    """
+
+    name: str
+    verb: Verb
+    edit: Callable[[History, Context], History | None]
+    due: Callable[[History, Context], bool] = lambda view, context: True
+    min_gain: int = 0
+    grows: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class MessagePolicy(ABC):
+    """What is evicted from a history: trigger, stages and their verbs.
+
+    A subclass registers itself by name (`class Roo(MessagePolicy, name="roo")`), declares its
+    fields with its system's defaults, and answers `stages`.
+
+    Args:
+        trigger: tokens of the request from which the policy acts, or a share of the window such as
+            "80%"; None means the system's own rule.
+        min_gain: tokens that an edit must free, else nothing happens (prompt caches).
+        polling: results beyond the kept ones are cleared in batches of this many (hysteresis).
+        edit_from: which of the old results go first when not all need to: "head" the oldest,
+            "tail" the newest of them, so that the first changed byte lies further right.
+        summary_tokens: budget of a summary.
+        strikes: failures of the summariser in a row after which it is not called again.
+    """
+
+    name: ClassVar[str]
+    markers: ClassVar[tuple[str, ...]] = ()  # how texts that the policy inserts begin
+
+    trigger: int | str | None = None
+    min_gain: int = 0
+    polling: int = 1
+    edit_from: Literal["head", "tail"] = "head"
+    summary_tokens: int = 1_500
+    strikes: int = 3
+
+    def __init_subclass__(cls, *, name: str | None = None, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if name is None:
+            return
+        taken = REGISTRY.get(name)
+        if taken is not None and taken.__qualname__ != cls.__qualname__:
+            raise PolicyError(f"message policy name {name!r} is taken by {taken.__qualname__}")
+        cls.name = name
+        REGISTRY[name] = cls
+
+    def __post_init__(self) -> None:
+        for name in ("min_gain", "summary_tokens"):
+            check_count(self, name)
+        for name in ("polling", "strikes"):
+            check_count(self, name, 1)
+        if self.edit_from not in ("head", "tail"):
+            raise PolicyError(f'{self.name}.edit_from={self.edit_from!r}: give "head" or "tail"')
+        if isinstance(self.trigger, str) and not 0 < _percent(self.trigger) <= 100:
+            raise PolicyError(f"{self.name}.trigger={self.trigger!r}: give tokens or such as 80%")
+        if isinstance(self.trigger, int) and self.trigger < 0:
+            raise PolicyError(f"{self.name}.trigger={self.trigger}: give at least 0")
+
+    @abstractmethod
+    def stages(self) -> tuple[Stage, ...]:
+        """Return the steps in the order in which they are tried, the cheapest first."""
+
+    def threshold(self, limits: Limits) -> int:
+        """Return the system's own trigger in tokens of the request; 0 means every call."""
+        return 0
+
+    def trigger_tokens(self, limits: Limits) -> int:
+        """Return the trigger in tokens of the request, the user's where there is one."""
+        if self.trigger is None:
+            return self.threshold(limits)
+        if isinstance(self.trigger, str):
+            return int(limits.window * _percent(self.trigger) / 100)
+        return self.trigger
+
+    def due(self, view: History, context: Context) -> bool:
+        """Whether the request has reached the trigger, or compaction was asked for."""
+        if context.moment.force:
+            return True
+        return context.total(view) >= self.trigger_tokens(context.limits)
+
+    def budget(self, limits: Limits) -> int:
+        """Return the tokens that a request of this policy must fit into (I12)."""
+        return limits.usable
+
+    def departures(self) -> dict[str, Any]:
+        """Return the fields that differ from the system's defaults, for reports."""
+        return {
+            f.name: getattr(self, f.name)
+            for f in fields(self)
+            if getattr(self, f.name) != f.default
+        }
+
+    def __str__(self) -> str:
+        parts = [
+            f"{key}={'|'.join(value) if isinstance(value, tuple) else value}"
+            for key, value in self.departures().items()
+        ]
+        return self.name + (":" + ",".join(parts) if parts else "")
+
+
+def _percent(text: str) -> float:
+    try:
+        return float(text.strip().removesuffix("%")) if text.strip().endswith("%") else -1.0
+    except ValueError:
+        return -1.0
+
+
+def check_count(policy: MessagePolicy, name: str, minimum: int = 0) -> None:
+    """Check that a setting is a whole number, or None where it may be.
+
+    Raises:
+        PolicyError: with the value and the remedy.
+    """
+    value = getattr(policy, name)
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise PolicyError(
+            f"{policy.name}.{name}={value!r}: give a whole number of at least {minimum}"
+        )
+
+
+def check_share(policy: MessagePolicy, name: str) -> None:
+    """Check that a setting lies above 0 and up to 1.
+
+    Raises:
+        PolicyError: with the value and the remedy.
+    """
+    value = getattr(policy, name)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= 1:
+        raise PolicyError(f"{policy.name}.{name}={value!r}: give a share above 0 and up to 1")
+
+
+@cache
+def _load() -> None:
+    package = importlib.import_module("kvevict.agent.policies")
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{package.__name__}.{module.name}")
+
+
+def message_policies() -> dict[str, type[MessagePolicy]]:
+    """Return every message policy by name."""
+    _load()
+    return dict(sorted(REGISTRY.items()))
+
+
+def parse_message_policy(text: str | MessagePolicy) -> MessagePolicy:
+    """Build a message policy from a string such as ``"anthropic_clear_tool_uses:keep=3"``.
+
+    Args:
+        text: `name` or `name:key=value,key=value` (lists as `a|b`); a policy is returned as it is.
+
+    Raises:
+        PolicyError: unknown name or key (the known ones are listed), or a value of the wrong kind.
+    """
+    if isinstance(text, MessagePolicy):
+        return text
+    name, settings = split_policy(text)
+    _load()
+    return build_policy(lookup(REGISTRY, name, "message policy"), settings)
+
+
+# -- the run --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Action:
+    """What one stage did, or why it did nothing.
+
+    Attributes:
+        stage: its name.
+        verb: what it does.
+        done: whether its edit was accepted.
+        why: the reason in words.
+        freed: tokens freed, estimated.
+        messages: messages concerned, by their place in the full history.
+        inserted: messages inserted.
+    """
+
+    stage: str
+    verb: str
+    done: bool
+    why: str
+    freed: int = 0
+    messages: tuple[int, ...] = ()
+    inserted: int = 0
+
+
+def run_stages(
+    policy: MessagePolicy,
+    view: History,
+    context: Context,
+    accept: Callable[[History, History], None],
+    passes: int = 4,
+) -> tuple[History, list[Action]]:
+    """Run a policy's stages until none of them does anything more.
+
+    A stage that summarises is tried once. An edit counts only if it frees at least one token and
+    its stage's `min_gain` (I13), so the run always ends.
+
+    Args:
+        policy: any message policy.
+        view: the history as the model would see it.
+        context: the call's circumstances.
+        accept: raises when an edit (old, new) breaks an invariant.
+        passes: most rounds over the stages.
+
+    Returns:
+        The edited history (the same object when nothing was done), and what happened.
+    """
+    actions: list[Action] = []
+    for turn in range(passes):
+        before = view
+        for stage in policy.stages():
+            if turn and (stage.verb == "summarise" or stage.grows):
+                continue
+            if not stage.due(view, context):
+                continue
+            new = stage.edit(view, context)
+            if new is None or new is view or new.messages == view.messages:
+                continue
+            freed = context.estimate(view) - context.estimate(new)
+            touched = changes(view, new)
+            if not stage.grows and freed < max(1, stage.min_gain):
+                why = f"would free {freed} tokens, needs {max(1, stage.min_gain)}"
+                actions.append(Action(stage.name, stage.verb, False, why, 0, touched[0]))
+                continue
+            accept(view, new)
+            total = context.total(view)
+            actions.append(
+                Action(stage.name, stage.verb, True, f"request of {total} tokens", freed, *touched)
+            )
+            view = new
+        if view is before:
+            break
+    return view, actions
+
+
+def changes(old: History, new: History) -> tuple[tuple[int, ...], int]:
+    """Return the places of the messages that were edited or dropped, and how many are new."""
+    now = {m.index: m for m in new.messages if m.index >= 0}
+    touched = tuple(
+        m.index
+        for m in old.messages
+        if m.index >= 0 and (m.index not in now or now[m.index].blocks is not m.blocks)
+    )
+    known = {id(m) for m in old.messages}
+    return touched, sum(1 for m in new.messages if m.index < 0 and id(m) not in known)
+
+
+def with_ratio(context: Context, ratio: float) -> Context:
+    """Return the context with another ratio of counted to estimated tokens."""
+    return replace(context, ratio=ratio)

@@ -1,0 +1,452 @@
+"""The verbs: drop, mask, truncate, summarise, externalise, isolate, in terms of one `Policy.keep`.
+
+Every verb takes a history and returns an edited one (the same object where nothing is to do). What
+stays is chosen by `choose`, which hands slots to `kvevict.policy.Policy.keep`: message groups,
+single tool results or turns, of size 1 (counted) or of their tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from kvevict.agent import edit
+from kvevict.agent.graphemes import shorten
+from kvevict.agent.history import THINKING_KINDS, Address, Block, History, Message
+from kvevict.agent.message_policy import REGISTRY, Context
+from kvevict.agent.store import POINTER, Store
+from kvevict.agent.summarizers import Plain, SummaryInput
+from kvevict.policy import Policy
+from kvevict.slots import Slots
+
+CLEARED = "[Old tool result content cleared]"
+LANGUAGE = "Write in the language that the user writes in."
+_LEAST = 24  # tokens below which a span is not worth a summary
+_TEXT_EDITS = frozenset({"mask", "truncate", "replace"})
+
+Wrap = Callable[[str], str]
+
+
+# -- choosing -------------------------------------------------------------------------------------
+
+
+def choose(
+    policy: Policy,
+    sizes: Sequence[int],
+    protected: Sequence[bool] | None = None,
+    score: Sequence[float] | None = None,
+    group: Sequence[int] | None = None,
+) -> list[bool]:
+    """Return which slots a policy of the shared vocabulary keeps, oldest first.
+
+    Args:
+        policy: head, recent, importance; its extents are in the unit of `sizes`.
+        sizes: size of each slot: 1 each to count slots, else tokens.
+        protected: roots; None means none.
+        score: importance; None means 0.
+        group: equal neighbours stay or leave together; None means each alone.
+    """
+    count = len(sizes)
+    if not count:
+        return []
+    slots = Slots(
+        position=np.arange(count, dtype=np.int64),
+        size=np.asarray(sizes, dtype=np.int64),
+        group=None if group is None else np.asarray(group, dtype=np.int64),
+        protected=None if protected is None else np.asarray(protected, dtype=bool),
+        score=None if score is None else np.asarray(score, dtype=np.float64),
+    )
+    return [bool(kept) for kept in policy.keep(slots)]
+
+
+def is_inserted(message: Message) -> bool:
+    """Whether a policy wrote this message: by its note, or by how its text begins."""
+    if message.note:
+        return True
+    if message.role not in ("user", "assistant"):
+        return False
+    return any(
+        block.kind == "compaction" or (block.kind == "text" and block.text.startswith(_markers()))
+        for block in message.blocks[:1]
+    )
+
+
+def _markers() -> tuple[str, ...]:
+    return tuple(marker for cls in REGISTRY.values() for marker in cls.markers)
+
+
+def real_users(view: History) -> list[int]:
+    """Return the messages that a user wrote, oldest first; what policies inserted is left out."""
+    return [i for i in view.users if not is_inserted(view.messages[i])]
+
+
+def anchors(view: History, first_user: bool = False, last_group: bool = False) -> set[int]:
+    """Return the messages that no edit drops.
+
+    System and developer messages, pinned ones, the last real user message (I7), an unfinished
+    last group, and a last group with thinking (I4: it must stay as it is).
+
+    Args:
+        view: any history.
+        first_user: whether the first real user message stays too.
+        last_group: whether the last group stays in any case.
+    """
+    keep = {i for i, m in enumerate(view.messages) if m.role in ("system", "developer")}
+    keep.update(i for i, m in enumerate(view.messages) if m.protected)
+    users = real_users(view) or list(view.users)
+    if users:
+        keep.add(users[-1])
+        if first_user:
+            keep.add(users[0])
+    if view.groups:
+        last = view.groups[-1]
+        span = range(last.start, last.stop)
+        thinks = any(b.kind in THINKING_KINDS for i in span for b in view.messages[i].blocks)
+        if last_group or not last.complete or thinks:
+            keep.update(span)
+    return keep
+
+
+def loop_thinking(view: History) -> set[int]:
+    """Return the messages of the latest tool loop's groups that hold thinking (I4)."""
+    start = view.last_user if view.last_user is not None else 0
+    return {
+        i
+        for group in view.groups
+        if group.start >= start
+        and any(
+            block.kind in THINKING_KINDS
+            for j in range(group.start, group.stop)
+            for block in view.messages[j].blocks
+        )
+        for i in range(group.start, group.stop)
+    }
+
+
+def whole(view: History, keep: Collection[int]) -> set[int]:
+    """Return the messages of every group that has one of these: atoms stay together."""
+    groups = {int(view.group_index[i]) for i in keep}
+    return {
+        i for g in groups for i in range(view.groups[g].start, view.groups[g].stop)
+    }
+
+
+def steps(view: History) -> list[int]:
+    """Return the numbers of the groups in which the model acted: a response and its results."""
+    return [g for g, group in enumerate(view.groups) if group.role == "assistant"]
+
+
+def tool_name(name: str | None) -> str:
+    """Return a tool's name in lower case without separators."""
+    return "".join(ch for ch in (name or "").lower() if ch.isalnum())
+
+
+def outputs(
+    view: History, tools: Collection[str] = (), exempt: Collection[str] = (), shell: bool = False
+) -> list[Address]:
+    """Return the addresses of tool results that can still be edited, in order.
+
+    Args:
+        view: any history.
+        tools: only results of tools whose name begins with one of these; empty means all.
+        exempt: no results of these tools.
+        shell: also the output of commands that the user ran.
+    """
+    wanted = tuple(map(tool_name, tools))
+    never = {tool_name(name) for name in exempt}
+    found = []
+    for at in view.find("tool_result", "shell") if shell else view.find("tool_result"):
+        block = view.block(at)
+        name = tool_name(block.tool)
+        if block.protected or name in never or (wanted and not name.startswith(wanted)):
+            continue
+        found.append(at)
+    return found
+
+
+def is_masked(block: Block) -> bool:
+    """Whether a result's content is gone already."""
+    return "mask" in block.edits or block.text == CLEARED or POINTER.search(block.text) is not None
+
+
+def block_size(view: History, at: Address, context: Context) -> int:
+    """Return the tokens of one block: those that its message would lose with it."""
+    message = view.messages[at[0]]
+    if len(message.blocks) == 1:
+        return context.size(message)
+    rest = tuple(b for i, b in enumerate(message.blocks) if i != at[1])
+    return context.size(message) - context.size(replace(message, blocks=rest, source=None))
+
+
+# -- mask, truncate, externalise ------------------------------------------------------------------
+
+
+def mask(
+    view: History,
+    context: Context,
+    at: Iterable[Address],
+    text: Callable[[Block], str] = lambda block: CLEARED,
+    need: int | None = None,
+    edit_from: str = "head",
+) -> History:
+    """Replace the content of results by placeholders where that is smaller; the calls stay.
+
+    Args:
+        view: any history.
+        context: the call's circumstances.
+        at: results that may go.
+        text: makes the placeholder.
+        need: tokens to free; the rest stays untouched. None means all of them.
+        edit_from: with `need`, whether the oldest ("head") or the newest ("tail") go first.
+    """
+    changed: dict[Address, str] = {}
+    freed = 0
+    for place in sorted(at, reverse=edit_from == "tail"):
+        if need is not None and freed >= need:
+            break
+        block = view.block(place)
+        if is_masked(block) or block.protected:
+            continue
+        placeholder = text(block)
+        new = edit.set_text(block, placeholder, "mask") if placeholder else block
+        message = view.messages[place[0]]
+        gain = _gain(context, message, place[1], new)
+        if gain > 0:
+            changed[place] = placeholder
+            freed += gain
+    return edit.mask(view, changed) if changed else view
+
+
+def externalise(
+    view: History, context: Context, at: Iterable[Address], preview: int = 80
+) -> History:
+    """Move the text of results to the store and leave a pointer, where that is smaller."""
+    store = context.services.store
+    dry = Store()  # sizes are compared before anything is written
+    changed = {}
+    for place in sorted(at):
+        block = view.block(place)
+        if is_masked(block) or block.protected or not block.text:
+            continue
+        new = edit.set_text(block, dry.pointer(block.text, preview), "mask")
+        if _gain(context, view.messages[place[0]], place[1], new) > 0:
+            changed[place] = store.pointer(block.text, preview)
+    return edit.mask(view, changed) if changed else view
+
+
+def truncate(
+    view: History,
+    context: Context,
+    at: Iterable[Address],
+    limit: int,
+    need: int | None = None,
+    marker: str = "\n[truncated]\n",
+) -> History:
+    """Shorten results to their head and tail, oldest first, until enough is freed.
+
+    Args:
+        view: any history.
+        context: the call's circumstances.
+        at: results that may be shortened.
+        limit: characters that stay of each, the marker included.
+        need: tokens to free; None means all of them.
+        marker: stands for what went.
+    """
+    freed = 0
+    for place in sorted(at):
+        if need is not None and freed >= need:
+            break
+        block = view.block(place)
+        if len(block.text) <= limit or block.protected:
+            continue
+        before = context.size(view.messages[place[0]])
+        new = edit.truncate(view, place, limit, marker, "both")
+        gain = before - context.size(new.messages[place[0]])
+        if gain > 0:
+            view = new
+            freed += gain
+    return view
+
+
+def middle_out(text: str, tokens: int, context_size: Callable[[str], int]) -> str:
+    """Shorten a text to about this many tokens, its middle replaced by a marker (Codex's words).
+
+    Source: openai/codex `truncate_text`: "…N tokens truncated…" between the two halves.
+    """
+    total = context_size(text)
+    if total <= tokens:
+        return text
+    marker = f"…{total - tokens} tokens truncated…"
+    limit = len(text) * max(tokens, 0) // max(total, 1)
+    while limit > len(marker) + 2:
+        short = shorten(text, limit, marker, "both")
+        if context_size(short) <= tokens:
+            return short
+        limit = limit * 9 // 10
+    return marker
+
+
+# -- drop -----------------------------------------------------------------------------------------
+
+
+def drop(view: History, gone: Collection[int]) -> History:
+    """Drop messages; a group of which any message stays, stays whole."""
+    stays = whole(view, [i for i in range(len(view)) if i not in set(gone)])
+    left = [i for i in gone if i not in stays]
+    return edit.drop_messages(view, left) if left else view
+
+
+def oldest_until(view: History, context: Context, roots: Collection[int], need: int) -> set[int]:
+    """Return the oldest whole groups without roots whose tokens together are at least `need`."""
+    gone: set[int] = set()
+    freed = 0
+    for group in view.groups:
+        span = range(group.start, group.stop)
+        if freed >= need:
+            break
+        if any(i in roots for i in span):
+            continue
+        gone.update(span)
+        freed += sum(context.size(view.messages[i]) for i in span)
+    return gone
+
+
+# -- summarise ------------------------------------------------------------------------------------
+
+
+def plain(messages: Iterable[Message], clip: int | None = None) -> list[Plain]:
+    """Return messages as role/content texts for a summariser.
+
+    Calls become `[called NAME with ARGUMENTS]`, media `[Attached image]`; thinking is left out.
+
+    Args:
+        messages: any messages.
+        clip: characters that stay of a tool result; None means all.
+    """
+    out: list[Plain] = []
+    for message in messages:
+        said: list[str] = []
+        for block in message.blocks:
+            if block.kind in THINKING_KINDS:
+                continue
+            media = "".join(f"[Attached {kind}]" for kind in block.media)
+            if block.kind in ("tool_result", "server_tool_result", "shell"):
+                text = block.text
+                if clip is not None and len(text) > clip:
+                    text = shorten(text, clip, "", "head") + "\n[truncated]"
+                out.append({"role": "tool", "content": "\n".join(filter(None, (text, media)))})
+            elif block.kind in ("tool_use", "server_tool_use"):
+                said.append(f"[called {block.tool or 'tool'} with {block.text}]")
+            else:
+                said.append("\n".join(filter(None, (block.text, media))))
+        text = "\n".join(filter(None, said))
+        if text:
+            role = message.role if message.role in ("user", "assistant") else "user"
+            out.append({"role": role, "content": text})
+    return out
+
+
+def ask_summary(
+    view: History,
+    context: Context,
+    gone: Collection[int],
+    prompt: str,
+    headings: Sequence[str] = (),
+    budget: int = 1_500,
+    wrap: Wrap = lambda text: text,
+    clip: int | None = None,
+) -> str | None:
+    """Ask the summariser for the messages that are to go.
+
+    An earlier summary among them is handed over as `previous`; a span with nothing but such is
+    not summarised again, so summaries never feed on themselves.
+
+    Args:
+        view: any history.
+        context: the call's circumstances.
+        gone: messages to summarise.
+        prompt: the instruction.
+        headings: sections wanted.
+        budget: tokens that the summary may have; at most half of what it replaces.
+        wrap: what is put around the summary.
+        clip: characters that stay of each tool result in the summariser's input.
+
+    Returns:
+        The summary without its wrapping, or None: nothing new to summarise, or it failed.
+    """
+    order = sorted(gone)
+    fresh = [i for i in order if not is_inserted(view.messages[i])]
+    limit = sum(context.size(view.messages[i]) for i in order)
+    frame = context.size(edit.inserted(wrap("x")))
+    if not fresh or limit < frame + _LEAST:
+        return None
+    earlier = [view.messages[i] for i in order if is_inserted(view.messages[i])]
+    previous = earlier[-1].text if earlier else ""
+    if context.moment.focus:
+        prompt = f"{prompt}\nFocus on: {context.moment.focus}"
+    if previous:
+        prompt = f"{prompt}\nTake up this earlier summary:\n{previous}"
+    budget = max(8, min(budget, (limit - frame) // 2))
+    room = max(1_000, context.limits.usable - budget) * 3
+    messages = plain((view.messages[i] for i in fresh), clip)
+    length = sum(len(m["content"]) for m in messages)
+    while len(messages) > 1 and length > room:  # the summariser has a window too: oldest go first
+        length -= len(messages.pop(0)["content"])
+    if messages and length > room:
+        messages[0]["content"] = shorten(messages[0]["content"], room, "\n[truncated]\n", "both")
+    request = SummaryInput(messages, prompt, headings, previous)
+    return context.services.summarise(request, budget, limit, wrap)
+
+
+def compact(
+    view: History,
+    gone: Collection[int],
+    before: Sequence[Message] = (),
+    after: Sequence[Message] = (),
+    at: int | None = None,
+) -> History:
+    """Drop messages and put new ones in their place.
+
+    Args:
+        view: any history.
+        gone: messages that go; whole groups.
+        before: messages inserted where the first of them stood.
+        after: messages appended at the end.
+        at: where `before` goes instead, an index of `view`.
+    """
+    lost = set(gone)
+    place = min(lost) if at is None and lost else at if at is not None else len(view)
+    place = max(place, view.prefix)
+    kept_before = sum(1 for i in range(place) if i not in lost)
+    new = edit.drop_messages(view, lost) if lost else view
+    if before:
+        new = edit.insert(new, kept_before, *before)
+    return edit.insert(new, len(new), *after) if after else new
+
+
+def isolate(
+    view: History, start: int, stop: int, conclusion: str | Callable[[History], str], note: str = ""
+) -> History:
+    """Let a span run in a window of its own: only its conclusion stays in this one.
+
+    The fourth form next to drop, compress and externalise: a sub-task's messages leave whole.
+
+    Args:
+        view: any history.
+        start: first message of the sub-task, the start of a group.
+        stop: one past its last message.
+        conclusion: what returns, or a callable that works it out from the span as a history of
+            its own (system prompt and tools kept).
+        note: name of the sub-task, quoted in the conclusion's message.
+    """
+    span = replace(view, messages=(*view.messages[: view.prefix], *view.messages[start:stop]))
+    text = conclusion if isinstance(conclusion, str) else conclusion(span)
+    title = f" ({note})" if note else ""
+    return edit.replace_span(view, start, stop, f"[Result of a sub-task{title}] {text}", "user")
+
+
+def _gain(context: Context, message: Message, b: int, new: Block) -> int:
+    blocks = tuple(new if i == b else old for i, old in enumerate(message.blocks))
+    return context.size(message) - context.size(replace(message, blocks=blocks, source=None))
