@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -68,6 +68,7 @@ strreplaceeditor
 RECOMPUTABLE_TOOLS = frozenset(_RECOMPUTABLE.split())
 
 
+@cache
 def recoverability(kind: str, tool: str | None) -> float:
     """Return how cheaply a block can be had again, 0 (never) to 1 (call the tool once more)."""
     if kind in ("tool_result", "server_tool_result", "shell"):

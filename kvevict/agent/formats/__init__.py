@@ -13,11 +13,11 @@ import pkgutil
 from functools import cache
 from typing import Any
 
-from kvevict.agent.formats.base import FORMATS, Format
+from kvevict.agent.formats.base import FORMATS, Format, interleave
 from kvevict.agent.history import History
 from kvevict.errors import HistoryError
 
-__all__ = ["Format", "detect", "format_names", "from_normal", "get_format", "to_normal"]
+__all__ = ["Format", "Reader", "detect", "format_names", "from_normal", "get_format", "to_normal"]
 
 
 @cache
@@ -78,6 +78,57 @@ def to_normal(obj: Any, format: str = "auto") -> History:
         return form.read(obj)
     except RecursionError as error:
         raise HistoryError("the history is nested too deeply to be read") from error
+
+
+class Reader:
+    """Reads the same growing history again and again, at the cost of what is new.
+
+    It keeps a copy of what it read (containers copied, strings shared), so neither a caller that
+    edits its messages in place nor one that parses them anew can make it return stale messages;
+    what it returns shares no message with the caller's object.
+
+    Args:
+        format: a name of `format_names()`, or "auto" (detected at the first read).
+    """
+
+    def __init__(self, format: str = "auto") -> None:
+        self.format = format
+        self._history = History()
+
+    def read(self, obj: Any) -> History:
+        """Read an object, taking over the messages that have not changed since the last read.
+
+        Raises:
+            HistoryError: as `to_normal`.
+        """
+        if self.format == "auto":
+            self.format = detect(obj)
+        form = get_format(self.format)
+        old = [m.raw for m in self._history.messages]
+        if self._history.events and isinstance(obj, list):
+            old = interleave(self._history, [(m, m.raw) for m in self._history.messages])
+        try:
+            key = form.key(obj)
+            items = obj[key] if key else obj
+            if isinstance(items, list):
+                kept = [
+                    old[i] if i < len(old) and old[i] == item else _copy(item)
+                    for i, item in enumerate(items)
+                ]
+                obj = {k: kept if k == key else v for k, v in obj.items()} if key else kept
+            self._history = form.read(obj, self._history.messages)
+        except RecursionError as error:
+            raise HistoryError("the history is nested too deeply to be read") from error
+        return self._history
+
+
+def _copy(value: Any) -> Any:
+    """Copy dicts and lists at every depth; leaves are shared."""
+    if isinstance(value, dict):
+        return {k: _copy(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [_copy(v) for v in value]
+    return value
 
 
 def from_normal(history: History, format: str | None = None) -> Any:

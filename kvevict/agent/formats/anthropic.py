@@ -5,7 +5,7 @@ Source: the Messages API reference and the types of the `anthropic` Python packa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvevict.agent.formats.base import (
@@ -21,6 +21,7 @@ from kvevict.agent.formats.base import (
     need_mapping,
     need_text,
     picture,
+    read_all,
     text_changed,
     text_of,
     tool_parts,
@@ -89,14 +90,12 @@ class Anthropic(Format, name="anthropic"):
                 return 0.9
         return 0.4
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a message list or a request."""
         shell = None if isinstance(obj, list | tuple) else need_mapping(obj, None, "")
         messages = need_list(obj if shell is None else shell.get("messages"), None, "messages")
         names: dict[str, str] = {}
-        read = tuple(
-            self.read_message(raw, i, f"messages[{i}]", names) for i, raw in enumerate(messages)
-        )
+        read = read_all(messages, reuse, self.read_message, "messages", names)
         system: tuple[Block, ...] = ()
         tools: tuple[Any, ...] = ()
         if shell is not None:

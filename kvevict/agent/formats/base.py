@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -12,6 +12,8 @@ from kvevict.agent.history import Block, History, Message, recoverability
 from kvevict.errors import HistoryError
 
 FORMATS: dict[str, Format] = {}
+
+_encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 
 @dataclass(frozen=True)
@@ -50,19 +52,32 @@ class Format(ABC):
 
     name: ClassVar[str]
     rules: ClassVar[Rules] = Rules()
+    containers: ClassVar[tuple[str, ...]] = ("messages",)
 
     def __init_subclass__(cls, *, name: str, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         cls.name = name
         FORMATS[name] = cls()
 
+    def key(self, obj: Any) -> str:
+        """Return the key of a request or log that holds the messages, "" for a plain list."""
+        if not isinstance(obj, Mapping):
+            return ""
+        return next((key for key in self.containers if isinstance(obj.get(key), list)), "")
+
     @abstractmethod
     def detect(self, obj: Any) -> float:
         """Return how likely an object is in this format, 0 (impossible) to 1."""
 
     @abstractmethod
-    def read(self, obj: Any) -> History:
-        """Read an object into a history."""
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
+        """Read an object into a history.
+
+        Args:
+            obj: what `json.loads` gives.
+            reuse: messages of an earlier read; one whose `raw` is the very object at its place
+                is taken over.
+        """
 
     @abstractmethod
     def write(self, history: History) -> Any:
@@ -78,22 +93,52 @@ def need(condition: bool, message: str, index: int | None, path: str) -> None:
         raise HistoryError(f"{path}: {message}" if path else message, index, path)
 
 
+def read_all(
+    items: Sequence[Any],
+    reuse: Sequence[Message],
+    read: Callable[[Any, int, str, dict[str, str]], Message],
+    where: str,
+    names: dict[str, str],
+) -> tuple[Message, ...]:
+    """Read every message of a list, taking over those that were read before."""
+    messages = []
+    for i, raw in enumerate(items):
+        old = taken_over(reuse, i, raw, names)
+        messages.append(old or read(raw, i, f"{where}[{i}]", names))
+    return tuple(messages)
+
+
+def taken_over(reuse: Sequence[Message], i: int, raw: Any, names: dict[str, str]) -> Message | None:
+    """Return message i of an earlier read if it was made from this very object."""
+    if i >= len(reuse) or reuse[i].raw is not raw:
+        return None
+    for block in reuse[i].blocks:
+        if block.kind in ("tool_use", "server_tool_use") and block.call_id and block.tool:
+            names[block.call_id] = block.tool
+    return reuse[i]
+
+
 def need_mapping(value: Any, index: int | None, path: str) -> Mapping[str, Any]:
     """Return a value that must be an object."""
+    if isinstance(value, dict):
+        return value
     need(isinstance(value, Mapping), f"expected an object, got {_kind(value)}", index, path)
     return value  # type: ignore[no-any-return]
 
 
 def need_list(value: Any, index: int | None, path: str) -> Sequence[Any]:
     """Return a value that must be a list."""
-    need(isinstance(value, list | tuple), f"expected a list, got {_kind(value)}", index, path)
+    if isinstance(value, list):
+        return value
+    need(isinstance(value, tuple), f"expected a list, got {_kind(value)}", index, path)
     return value  # type: ignore[no-any-return]
 
 
 def need_text(value: Any, index: int | None, path: str) -> str:
     """Return a value that must be a string."""
-    need(isinstance(value, str), f"expected a string, got {_kind(value)}", index, path)
-    return value  # type: ignore[no-any-return]
+    if isinstance(value, str):
+        return value
+    raise HistoryError(f"{path}: expected a string, got {_kind(value)}", index, path)
 
 
 def unknown(
@@ -112,7 +157,7 @@ def json_text(value: Any, index: int | None, path: str) -> str:
     if isinstance(value, str):
         return value
     try:
-        return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+        return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise HistoryError(f"{path}: cannot be written as JSON: {error}", index, path) from error
 
@@ -128,13 +173,13 @@ def json_object(text: str) -> Any:
 
 def make(kind: str, text: str = "", **fields: Any) -> Block:
     """Return a block as read, its recoverability filled in."""
-    return Block(
-        kind=kind, text=text, recoverable=recoverability(kind, fields.get("tool")), **fields
-    )
+    return Block(kind, text, recoverable=recoverability(kind, fields.get("tool")), **fields)
 
 
 def media_of(value: Any) -> tuple[str, ...]:
     """Return the media inside a part at any depth: "image", "document" or "audio" for each."""
+    if value is None or isinstance(value, str):
+        return ()
     if isinstance(value, list | tuple):
         return tuple(m for part in value for m in media_of(part))
     if not isinstance(value, Mapping):
@@ -161,9 +206,11 @@ def text_of(value: Any) -> str:
         return value
     if isinstance(value, list | tuple):
         return "\n".join(filter(None, map(text_of, value)))
-    if not isinstance(value, Mapping):
+    if not isinstance(value, dict | Mapping):
         return ""
     kind = value.get("type")
+    if kind == "text" and isinstance(value.get("text"), str):
+        return value["text"]  # type: ignore[no-any-return]
     if kind == "document":
         source = value.get("source")
         inner = source if isinstance(source, Mapping) else {}

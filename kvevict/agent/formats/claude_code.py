@@ -7,12 +7,19 @@ and everything that is no message (summaries, snapshots, system notices) become 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvevict.agent.formats.anthropic import Anthropic
-from kvevict.agent.formats.base import Rules, interleave, need_list, need_mapping, with_ids
+from kvevict.agent.formats.base import (
+    Rules,
+    interleave,
+    need_list,
+    need_mapping,
+    taken_over,
+    with_ids,
+)
 from kvevict.agent.history import Event, History, Message
 
 
@@ -31,7 +38,7 @@ class ClaudeCode(Anthropic, name="claude-code"):
         both = obj and all(e.get("type") in ("user", "assistant") and "message" in e for e in obj)
         return 0.7 if both else 0.0
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a transcript: the list of its entries."""
         messages: list[Message] = []
         events: list[Event] = []
@@ -43,7 +50,9 @@ class ClaudeCode(Anthropic, name="claude-code"):
             if entry.get("isSidechain"):
                 events.append(Event(len(messages), "sidechain", entry))
             elif kind in ("user", "assistant"):
-                messages.append(self.read_entry(entry, len(messages), path, names))
+                i = len(messages)
+                old = taken_over(reuse, i, entry, names)
+                messages.append(old or self.read_entry(entry, i, path, names))
             elif entry.get("subtype") == "compact_boundary":
                 facts = entry.get("compactMetadata")
                 before = facts.get("preTokens") if isinstance(facts, Mapping) else None

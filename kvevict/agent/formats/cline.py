@@ -5,7 +5,7 @@ Source: the message files of cline/cline's SDK.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -25,9 +25,9 @@ class Cline(Anthropic, name="cline"):
             return 0.95 if "sessionId" in obj or "system_prompt" in obj else 0.0
         return 0.0
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a session."""
-        history = super().read(obj)
+        history = super().read(obj, reuse)
         prompt = obj.get("system_prompt") if isinstance(obj, Mapping) else None
         if isinstance(prompt, str) and prompt:
             history = replace(history, system=(make("text", prompt),))

@@ -7,7 +7,7 @@ messages under `traj` (tau-bench). Source: the Chat Completions API reference.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvevict.agent.formats.base import (
@@ -22,6 +22,7 @@ from kvevict.agent.formats.base import (
     need_mapping,
     need_text,
     picture,
+    read_all,
     text_changed,
     text_of,
     tool_parts,
@@ -70,15 +71,10 @@ class OpenAIChat(Format, name="openai-chat"):
 
     def container(self, obj: Any) -> tuple[Any, str]:
         """Return the message list inside an object, and the key that holds it ("" for a list)."""
-        if isinstance(obj, list | tuple):
-            return obj, ""
-        if isinstance(obj, Mapping):
-            for key in self.containers:
-                if isinstance(obj.get(key), list):
-                    return obj[key], key
-        return None, ""
+        key = self.key(obj)
+        return (obj[key] if key else obj if isinstance(obj, list | tuple) else None), key
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a message list, a request or a log."""
         messages, key = self.container(obj)
         need(
@@ -86,9 +82,7 @@ class OpenAIChat(Format, name="openai-chat"):
         )
         names: dict[str, str] = {}
         where = key or "messages"
-        read = tuple(
-            self.read_message(raw, i, f"{where}[{i}]", names) for i, raw in enumerate(messages)
-        )
+        read = read_all(messages, reuse, self.read_message, where, names)
         tools = tuple(need_list(obj.get("tools") or [], None, "tools")) if key else ()
         return History(read, self.name, (), tools, obj if key else None)
 

@@ -6,7 +6,7 @@ are one atom. Source: the Responses API reference and the types of the `openai` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from kvevict.agent.formats.base import (
@@ -22,6 +22,7 @@ from kvevict.agent.formats.base import (
     need_mapping,
     need_text,
     picture,
+    read_all,
     text_changed,
     text_of,
     tool_parts,
@@ -69,6 +70,7 @@ class OpenAIResponses(Format, name="openai-responses"):
     """OpenAI Responses items."""
 
     rules: ClassVar[Rules] = Rules(adjacent=False)
+    containers: ClassVar[tuple[str, ...]] = ("input",)
 
     def detect(self, obj: Any) -> float:
         """Item types of this API, or a request with `input`."""
@@ -93,7 +95,7 @@ class OpenAIResponses(Format, name="openai-responses"):
         }
         return 0.9 if parts & {"input_text", "output_text", "input_image", "input_file"} else 0.0
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a list of items or a request."""
         shell = None if isinstance(obj, list | tuple) else need_mapping(obj, None, "")
         items = obj if shell is None else shell.get("input")
@@ -102,10 +104,8 @@ class OpenAIResponses(Format, name="openai-responses"):
             blocks: tuple[Block, ...] = (make("text", items),)
             read: tuple[Message, ...] = (Message("user", blocks, 0, items, blocks),)
         else:
-            read = tuple(
-                self.read_item(raw, i, f"input[{i}]", names)
-                for i, raw in enumerate(need_list(items, None, "input"))
-            )
+            items = need_list(items, None, "input")
+            read = read_all(items, reuse, self.read_item, "input", names)
         system: tuple[Block, ...] = ()
         tools: tuple[Any, ...] = ()
         if shell is not None:

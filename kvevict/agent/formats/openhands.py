@@ -6,13 +6,13 @@ Source: the telemetry of OpenHands/software-agent-sdk.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
 from kvevict.agent.formats.base import Rules
 from kvevict.agent.formats.openai_chat import OpenAIChat
-from kvevict.agent.history import Event, History
+from kvevict.agent.history import Event, History, Message
 
 
 class OpenHands(OpenAIChat, name="openhands"):
@@ -27,9 +27,9 @@ class OpenHands(OpenAIChat, name="openhands"):
             return 0.0
         return 0.95 if "kwargs" in obj or "latency_sec" in obj else 0.0
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a log; its response stands behind the last message, as an event."""
-        history = super().read(obj)
+        history = super().read(obj, reuse)
         response = obj.get("response") if isinstance(obj, Mapping) else None
         if not isinstance(response, Mapping):
             return history

@@ -7,7 +7,7 @@ format (badlogic/pi-mono).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -23,6 +23,7 @@ from kvevict.agent.formats.base import (
     need_list,
     need_mapping,
     need_text,
+    taken_over,
     text_changed,
     text_of,
     unknown,
@@ -58,7 +59,7 @@ class Pi(Format, name="pi"):
         roles = {e["message"].get("role") for e in obj if isinstance(e.get("message"), Mapping)}
         return 0.8 if roles & {"toolResult", "bashExecution"} and roles <= set(ROLES) else 0.0
 
-    def read(self, obj: Any) -> History:
+    def read(self, obj: Any, reuse: Sequence[Message] = ()) -> History:
         """Read a session: the list of its entries."""
         messages: list[Message] = []
         events: list[Event] = []
@@ -70,7 +71,9 @@ class Pi(Format, name="pi"):
             places.append(len(messages))
             kind = entry.get("type")
             if kind == "message":
-                messages.append(self.read_entry(entry, len(messages), path, names))
+                i = len(messages)
+                old = taken_over(reuse, i, entry, names)
+                messages.append(old or self.read_entry(entry, i, path, names))
             elif kind == "compaction":
                 kept = entry.get("firstKeptEntryIndex")
                 events.append(
