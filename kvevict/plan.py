@@ -1,0 +1,55 @@
+"""Plan: what all layers of one forward share, made once before the first of them runs."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass
+class Plan:
+    """One forward's new tokens, seen from the cache.
+
+    Attributes:
+        length: Q, new columns, pads included.
+        seen: columns that the cache had seen before.
+        padded: whether any row has, or had, pads; if not, all rows are alike.
+        position: int64 `[B, Q]` (`[1, Q]` without pads), index of each new token among its row's
+            real tokens, -1 for a pad.
+        row_seen: int64 `[B, 1]` real tokens seen before (`[1, 1]` without pads).
+        start: the same as an int; meaningless when padded.
+        base: what is subtracted from an index to give the position that the model was fed.
+        memo: results that layers share within this forward (masks, cosines), by key.
+    """
+
+    length: int
+    seen: int
+    padded: bool
+    position: Tensor
+    row_seen: Tensor
+    start: int
+    base: int
+    memo: dict[Any, Any] = field(default_factory=dict)
+
+    def shared(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Return a result that the first layer that asks computes for all."""
+        if key not in self.memo:
+            self.memo[key] = make()
+        return self.memo[key]
+
+    def on(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """Return position and row_seen on a layer's device."""
+        return self.shared(  # type: ignore[no-any-return]
+            ("on", device), lambda: (self.position.to(device), self.row_seen.to(device))
+        )
+
+    def after(self, device: torch.device) -> Tensor:
+        """Return real tokens seen after this forward, int64 `[B, 1]`."""
+
+        def count() -> Tensor:
+            position, row_seen = self.on(device)
+            return row_seen + (position >= 0).sum(-1, keepdim=True)
+
+        return self.shared(("after", device), count)  # type: ignore[no-any-return]
