@@ -207,7 +207,9 @@ def optimise(
     steps = ["revise"] * (rounds if lessons else 0) + ["shorten"] * bool(shorten and sufficed)
     for step, what in enumerate(steps):
         if what == "revise":
-            shown = [lessons[(step * batch + i) % len(lessons)] for i in range(min(batch, len(lessons)))]
+            shown = [
+                lessons[(step * batch + i) % len(lessons)] for i in range(min(batch, len(lessons)))
+            ]
             feedback = tuple(
                 llm(
                     _ANALYSE.format(

@@ -18,7 +18,7 @@ CLEARING_WARNING = (
 )
 
 
-class MemoryRefused(ValueError):
+class MemoryToolError(ValueError):
     """A command that is wrong or unsafe; the text is what the model is told."""
 
 
@@ -69,7 +69,7 @@ class MemoryTool:
             return f"Error: unknown command {name!r}; known: {', '.join(known)}", True
         try:
             return known[name](**arguments), False  # type: ignore[operator]
-        except MemoryRefused as refused:
+        except MemoryToolError as refused:
             return str(refused), True
         except TypeError:
             return f"Error: wrong parameters for {name}: {', '.join(arguments) or 'none'}", True
@@ -87,7 +87,7 @@ class MemoryTool:
         if not real.exists():
             if path.rstrip("/") == ROOT:
                 return f"{self._listing_head(path)}\n0B\t{ROOT}"
-            raise MemoryRefused(f"The path {path} does not exist. Please provide a valid path.")
+            raise MemoryToolError(f"The path {path} does not exist. Please provide a valid path.")
         if real.is_dir():
             lines = [self._listing_head(path)]
             lines += [f"{_human(size)}\t{name}" for name, size in self._listing(real, path)]
@@ -97,11 +97,11 @@ class MemoryTool:
         if view_range is not None:
             good = isinstance(view_range, list) and len(view_range) == 2
             if not good or not all(isinstance(i, int) for i in view_range):
-                raise MemoryRefused("Error: `view_range` is a list of two whole numbers")
+                raise MemoryToolError("Error: `view_range` is a list of two whole numbers")
             first, last = view_range
             last = len(text) if last == -1 else last
             if not 1 <= first <= last <= len(text):
-                raise MemoryRefused(
+                raise MemoryToolError(
                     f"Error: Invalid `view_range` parameter: {view_range}. It should be within "
                     f"the range of lines of the file: [1, {len(text)}]"
                 )
@@ -115,7 +115,7 @@ class MemoryTool:
         """Make a new file."""
         real = self._real(path)
         if real.exists():
-            raise MemoryRefused(f"Error: File {path} already exists")
+            raise MemoryToolError(f"Error: File {path} already exists")
         self._write(real, path, file_text)
         return f"File created successfully at: {path}"
 
@@ -127,13 +127,13 @@ class MemoryTool:
         _check_text("new_str", new_str)
         count = text.count(old_str) if old_str else 0
         if count == 0:
-            raise MemoryRefused(
+            raise MemoryToolError(
                 f"No replacement was performed, old_str `{old_str}` did not appear verbatim in "
                 f"{path}."
             )
         if count > 1:
             at = [i for i, line in enumerate(text.split("\n"), 1) if old_str in line]
-            raise MemoryRefused(
+            raise MemoryToolError(
                 f"No replacement was performed. Multiple occurrences of old_str `{old_str}` in "
                 f"lines: {at}. Please ensure it is unique"
             )
@@ -152,7 +152,7 @@ class MemoryTool:
         _check_text("insert_text", insert_text)
         whole = isinstance(insert_line, int) and not isinstance(insert_line, bool)
         if not whole or not 0 <= insert_line <= len(lines):
-            raise MemoryRefused(
+            raise MemoryToolError(
                 f"Error: Invalid `insert_line` parameter: {insert_line}. It should be within the "
                 f"range of lines of the file: [0, {len(lines)}]"
             )
@@ -164,9 +164,9 @@ class MemoryTool:
         """Delete a file, or a folder and all in it; never /memories itself."""
         real = self._real(path)
         if real == Path(self.folder):
-            raise MemoryRefused(f"Error: {ROOT} itself cannot be deleted")
+            raise MemoryToolError(f"Error: {ROOT} itself cannot be deleted")
         if not real.exists():
-            raise MemoryRefused(f"Error: The path {path} does not exist")
+            raise MemoryToolError(f"Error: The path {path} does not exist")
         if real.is_dir():
             for inner, names, files in os.walk(real, topdown=False, followlinks=False):
                 for name in files:
@@ -184,13 +184,13 @@ class MemoryTool:
         old, new = self._real(old_path), self._real(new_path)
         root = Path(self.folder)
         if root in (old, new):
-            raise MemoryRefused(f"Error: {ROOT} itself cannot be renamed")
+            raise MemoryToolError(f"Error: {ROOT} itself cannot be renamed")
         if not old.exists():
-            raise MemoryRefused(f"Error: The path {old_path} does not exist")
+            raise MemoryToolError(f"Error: The path {old_path} does not exist")
         if new.exists():
-            raise MemoryRefused(f"Error: The destination {new_path} already exists")
+            raise MemoryToolError(f"Error: The destination {new_path} already exists")
         if new.is_relative_to(old):
-            raise MemoryRefused(f"Error: {new_path} lies inside {old_path}")
+            raise MemoryToolError(f"Error: {new_path} lies inside {old_path}")
         new.parent.mkdir(parents=True, exist_ok=True)
         old.rename(new)
         return f"Successfully renamed {old_path} to {new_path}"
@@ -200,17 +200,17 @@ class MemoryTool:
     def _real(self, path: str) -> Path:
         """Return the real path behind /memories/..., refusing every way out of the folder."""
         if not isinstance(path, str) or "\0" in path or "\\" in path or len(path) > 1_024:
-            raise MemoryRefused(f"Error: {path!r} is not a path in {ROOT}")
+            raise MemoryToolError(f"Error: {path!r} is not a path in {ROOT}")
         parts = path.rstrip("/").split("/")
         if parts[:2] != ["", "memories"]:
-            raise MemoryRefused(f"Error: The path {path} must start with {ROOT}")
+            raise MemoryToolError(f"Error: The path {path} must start with {ROOT}")
         inner = parts[2:]
         if any(p in ("", ".", "..") or "%2e" in p.lower() or "%2f" in p.lower() for p in inner):
-            raise MemoryRefused(f"Error: The path {path} is not plain; `..` and encodings are out")
+            raise MemoryToolError(f"Error: The path {path} is not plain; `..` and encodings are out")
         if any(len(p.encode("utf-8", "replace")) > 200 or not p.isprintable() for p in inner):
-            raise MemoryRefused("Error: a name in the path is too long or not printable")
+            raise MemoryToolError("Error: a name in the path is too long or not printable")
         if len(inner) > self.max_depth:
-            raise MemoryRefused(f"Error: more than {self.max_depth} folders below each other")
+            raise MemoryToolError(f"Error: more than {self.max_depth} folders below each other")
         real = Path(self.folder)
         for step in ["", *inner]:
             real = real / step
@@ -219,22 +219,22 @@ class MemoryTool:
             except (FileNotFoundError, NotADirectoryError):
                 continue
             if step and stat.S_ISLNK(mode):
-                raise MemoryRefused(f"Error: The path {path} goes through a symbolic link")
+                raise MemoryToolError(f"Error: The path {path} goes through a symbolic link")
             if not stat.S_ISDIR(mode) and not stat.S_ISREG(mode) and step:
-                raise MemoryRefused(f"Error: The path {path} is no plain file or folder")
+                raise MemoryToolError(f"Error: The path {path} is no plain file or folder")
         return Path(self.folder).joinpath(*inner)
 
     def _file(self, path: str) -> Path:
         real = self._real(path)
         if not real.is_file():
-            raise MemoryRefused(
+            raise MemoryToolError(
                 f"Error: The path {path} does not exist. Please provide a valid path."
             )
         return real
 
     def _read(self, real: Path, path: str) -> str:
         if real.stat().st_size > self.max_file_bytes:
-            raise MemoryRefused(f"Error: {path} is larger than {self.max_file_bytes} bytes")
+            raise MemoryToolError(f"Error: {path} is larger than {self.max_file_bytes} bytes")
         handle = os.open(real, os.O_RDONLY | getattr(os, "O_NOFOLLOW", 0))
         with os.fdopen(handle, "rb") as file:
             return file.read(self.max_file_bytes + 1).decode("utf-8", "replace")
@@ -242,22 +242,22 @@ class MemoryTool:
     def _write(self, real: Path, path: str, text: str) -> None:
         _check_text("text", text)
         if real == Path(self.folder) or real.is_dir():
-            raise MemoryRefused(f"Error: {path} is a folder")
+            raise MemoryToolError(f"Error: {path} is a folder")
         raw = text.encode("utf-8", "replace")
         if len(raw) > self.max_file_bytes:
-            raise MemoryRefused(
+            raise MemoryToolError(
                 f"Error: {path} would have {len(raw)} bytes; at most {self.max_file_bytes} fit"
             )
         sizes = dict(self._listing(Path(self.folder), ROOT, levels=None, hidden=True))
         total = sum(sizes.values()) - sizes.get(path, 0) + len(raw)
         if total > self.max_total_bytes:
-            raise MemoryRefused(f"Error: {ROOT} is full: {self.max_total_bytes} bytes at most")
+            raise MemoryToolError(f"Error: {ROOT} is full: {self.max_total_bytes} bytes at most")
         if len(sizes) > self.max_files and not real.exists():
-            raise MemoryRefused(f"Error: {ROOT} is full: {self.max_files} files at most")
+            raise MemoryToolError(f"Error: {ROOT} is full: {self.max_files} files at most")
         try:
             real.parent.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):
-            raise MemoryRefused(f"Error: a folder of {path} is a file") from None
+            raise MemoryToolError(f"Error: a folder of {path} is a file") from None
         handle, name = tempfile.mkstemp(prefix=".writing-", dir=real.parent)
         try:
             with os.fdopen(handle, "wb") as file:
@@ -295,7 +295,7 @@ class MemoryTool:
 
 def _check_text(name: str, text: object) -> None:
     if not isinstance(text, str):
-        raise MemoryRefused(f"Error: `{name}` must be a text, not {type(text).__name__}")
+        raise MemoryToolError(f"Error: `{name}` must be a text, not {type(text).__name__}")
 
 
 def _human(size: int) -> str:

@@ -74,6 +74,7 @@ class Services:
         recall: makes the searchable storage of all messages, on first use.
         resources: what is injected again from disk (see `policies.claude_code`), or None.
         scores: importance of each message of a history, or None.
+        opaque: whether summaries are encrypted content of a compaction item.
     """
 
     summarise: Callable[[SummaryInput, int, int, Callable[[str], str]], str | None]
@@ -81,6 +82,7 @@ class Services:
     recall: Callable[[], Recall] = Recall
     resources: Any = None
     scores: Callable[[History], Sequence[float]] | None = None
+    opaque: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,6 +161,8 @@ class MessagePolicy(ABC):
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]] = ()  # how texts that the policy inserts begin
+    keeps_first: ClassVar[bool] = False  # the first user message is a root
+    keeps_last: ClassVar[bool] = False  # the newest group is a root in any case
 
     trigger: int | str | None = None
     min_gain: int = 0
@@ -211,9 +215,20 @@ class MessagePolicy(ABC):
             return True
         return context.total(view) >= self.trigger_tokens(context.limits)
 
-    def budget(self, limits: Limits) -> int:
+    def allowance(self, limits: Limits) -> int:
         """Return the tokens that a request of this policy must fit into (I12)."""
         return limits.usable
+
+    def roots(self, view: History) -> set[int]:
+        """Return the messages that this policy never drops."""
+        from kvevict.agent.verbs import anchors
+
+        return anchors(view, self.keeps_first, self.keeps_last)
+
+    def floor(self, view: History, context: Context) -> int:
+        """Return the tokens of a request of the roots alone: what no edit goes below."""
+        roots = sum(context.size(view.messages[i]) for i in self.roots(view))
+        return round((roots + context.limits.overhead) * context.ratio)
 
     def departures(self) -> dict[str, Any]:
         """Return the fields that differ from the system's defaults, for reports."""
@@ -345,7 +360,7 @@ def run_stages(
         for stage in policy.stages():
             if turn and (stage.verb == "summarise" or stage.grows):
                 continue
-            if not stage.due(view, context):
+            if not stage.due(view, context) or _latched(stage, view, context):
                 continue
             new = stage.edit(view, context)
             if new is None or new is view or new.messages == view.messages:
@@ -362,9 +377,27 @@ def run_stages(
                 Action(stage.name, stage.verb, True, f"request of {total} tokens", freed, *touched)
             )
             view = new
+            if stage.verb == "summarise" and not stage.grows and stage.due(view, context):
+                context.memory[f"latch:{stage.name}"] = total - freed
         if view is before:
             break
     return view, actions
+
+
+def _latched(stage: Stage, view: History, context: Context) -> bool:
+    """Whether a summary was not enough and the history has not grown by 5 % of the window since.
+
+    Without it a large root makes every call compact again (opencode 27924, codex 31351).
+    """
+    key = f"latch:{stage.name}"
+    if stage.verb != "summarise" or key not in context.memory:
+        return False
+    if context.moment.force or context.total(view) >= (
+        context.memory[key] + context.limits.window // 20
+    ):
+        del context.memory[key]
+        return False
+    return True
 
 
 def changes(old: History, new: History) -> tuple[tuple[int, ...], int]:

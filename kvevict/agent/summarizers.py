@@ -1,4 +1,4 @@
-"""Summarisers: callables from messages and a token budget to a text, and the rules when they fail."""
+"""Summarisers: callables from messages and a budget to a text, and the rules when they fail."""
 
 from __future__ import annotations
 
@@ -15,10 +15,13 @@ from kvevict.errors import PolicyError
 Plain = dict[str, str]  # {"role": ..., "content": ...}
 CHARS_PER_TOKEN = 3.0  # measured on two real sessions: 2.9 to 3.05 (facts: real ratio)
 
-_FILE = re.compile(r"(?<![\w/.-])(?:[\w.-]+/)*[\w-]+\.[A-Za-z][A-Za-z0-9]{0,4}(?![\w(])|/[\w./-]{3,}")
+_FILE = re.compile(
+    r"(?<![\w/.-])(?:[\w.-]+/)*[\w-]+\.[A-Za-z][A-Za-z0-9]{0,4}(?![\w(])|/[\w./-]{3,}"
+)
 _TELLING = re.compile(
-    r"\b(?:decid\w+|must|never|always|because|root cause|fix(?:ed)?|error|fail\w*|exception|todo|"
-    r"next|remaining|need(?:s|ed)? to|password|port|version|key|endpoint)\b|[错误修复决定必须下一步待办]",
+    r"\b(?:decid\w+|must|never|always|because|root cause|fix(?:ed)?|error|fail\w*|exception|"
+    r"todo|next|remaining|need(?:s|ed)? to|password|port|version|key|endpoint)\b"
+    r"|错误|修复|决定|必须|下一步|待办",
     re.IGNORECASE,
 )
 
@@ -227,7 +230,9 @@ def _facts(span: Sequence[Plain], previous: str) -> dict[str, list[str]]:
     tools = Counter(
         found for text in said for found in re.findall(r"^\[called ([\w.-]+)", text, re.MULTILINE)
     )
-    coming = [s for s in sentences if re.search(r"next|todo|remain|need|下一步|待办", s, re.IGNORECASE)]
+    coming = [
+        s for s in sentences if re.search(r"next|todo|remain|need|下一步|待办", s, re.IGNORECASE)
+    ]
     return {
         "goal": [_one_line(users[0])] if users else [],
         "users": [_one_line(text) for text in users],
@@ -238,13 +243,15 @@ def _facts(span: Sequence[Plain], previous: str) -> dict[str, list[str]]:
         "state": [_one_line(said[-1])] if said else [],
         "next": [_one_line(s) for s in coming[:6]],
         "previous": [
-            line.strip("- ") for line in previous.splitlines() if line.startswith("- ") and len(line) > 4
+            line.strip("- ")
+            for line in previous.splitlines()
+            if line.startswith("- ") and len(line) > 4
         ],
     }
 
 
 def _sentences(text: str) -> list[str]:
-    return [s for s in re.split(r"(?<=[.!?。！？])\s+|\n+", text[:20_000]) if len(s.strip()) > 8]
+    return [s for s in re.split(r"(?<=[.!?。\uff01\uff1f])\s+|\n+", text[:20_000]) if len(s.strip()) > 8]
 
 
 def _one_line(text: str) -> str:
@@ -343,7 +350,9 @@ class OpenAISummarizer:
             import httpx
             import tenacity
         except ImportError as error:
-            raise PolicyError(f"openai: needs {error.name}: pip install 'kvevict[agents]'") from None
+            raise PolicyError(
+                f"openai: needs {error.name}: pip install 'kvevict[agents]'"
+            ) from None
         body = {
             "model": self.model,
             "messages": [

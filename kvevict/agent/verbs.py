@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 
@@ -23,8 +24,18 @@ from kvevict.slots import Slots
 
 CLEARED = "[Old tool result content cleared]"
 LANGUAGE = "Write in the language that the user writes in."
+_NOT_OURS = ("demo", "synthetic")  # notes of readers and of repair
 _LEAST = 24  # tokens below which a span is not worth a summary
 _TEXT_EDITS = frozenset({"mask", "truncate", "replace"})
+
+_PLACEHOLDERS = (
+    CLEARED,
+    "[Stored outside the context:",
+    "[cleared]",
+    "[Tool result cleared",
+    "Old environment output: (",
+    "<tool_output_masked>",
+)
 
 Wrap = Callable[[str], str]
 
@@ -64,7 +75,7 @@ def choose(
 def is_inserted(message: Message) -> bool:
     """Whether a policy wrote this message: by its note, or by how its text begins."""
     if message.note:
-        return True
+        return message.note not in _NOT_OURS
     if message.role not in ("user", "assistant"):
         return False
     return any(
@@ -74,6 +85,11 @@ def is_inserted(message: Message) -> bool:
 
 
 def _markers() -> tuple[str, ...]:
+    return _marker_list(len(REGISTRY))
+
+
+@cache
+def _marker_list(count: int) -> tuple[str, ...]:
     return tuple(marker for cls in REGISTRY.values() for marker in cls.markers)
 
 
@@ -128,9 +144,7 @@ def loop_thinking(view: History) -> set[int]:
 def whole(view: History, keep: Collection[int]) -> set[int]:
     """Return the messages of every group that has one of these: atoms stay together."""
     groups = {int(view.group_index[i]) for i in keep}
-    return {
-        i for g in groups for i in range(view.groups[g].start, view.groups[g].stop)
-    }
+    return {i for g in groups for i in range(view.groups[g].start, view.groups[g].stop)}
 
 
 def steps(view: History) -> list[int]:
@@ -168,7 +182,12 @@ def outputs(
 
 def is_masked(block: Block) -> bool:
     """Whether a result's content is gone already."""
-    return "mask" in block.edits or block.text == CLEARED or POINTER.search(block.text) is not None
+    if "mask" in block.edits:
+        return True
+    text = block.text
+    return text.startswith(_PLACEHOLDERS) and (
+        len(text) < 200 or text.startswith("<") or POINTER.search(text) is not None
+    )
 
 
 def block_size(view: History, at: Address, context: Context) -> int:
