@@ -202,13 +202,13 @@ def replace_span(
     return insert(_without(history, set(range(start, stop))), start, message)
 
 
-def rename_call(history: History, at: Iterable[Address], call_id: str) -> History:
-    """Give a call and its result another id."""
+def rename_calls(history: History, names: Mapping[Address, str]) -> History:
+    """Give calls and results other ids; pass a call and its result together."""
     changed = {}
-    for address in at:
+    for address, name in names.items():
         block = history.block(address)
         edits = block.edits if "rename" in block.edits else (*block.edits, "rename")
-        changed[address] = replace(block, call_id=call_id, edits=edits)
+        changed[address] = replace(block, call_id=name, edits=edits)
     return with_blocks(history, changed)
 
 

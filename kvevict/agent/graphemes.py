@@ -97,3 +97,14 @@ def shorten(text: str, limit: int, marker: str = "…", keep: str = "head") -> s
     first = cut_before(text, head)
     last = cut_after(text, len(text) - (room - head))
     return text[:first] + marker + text[last:]
+
+
+def encodable(text: str) -> bool:
+    """Whether a text can be sent as UTF-8 (it has no lone surrogates)."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

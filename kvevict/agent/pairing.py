@@ -1,6 +1,7 @@
 """Pairing: which result answers which call, and which messages are one atom.
 
-Calls and results pair by id: a result answers the nearest unanswered call of its id before it.
+Calls and results pair by id: a result answers the nearest unanswered call of its id before it
+(of several in one message, the first).
 Where a format has no ids (chat templates), results pair with the calls of the assistant message
 before them, in order.
 """
@@ -53,7 +54,9 @@ def match(messages: tuple[Message, ...]) -> Pairs:
                     if unnamed:
                         pairs[unnamed.pop(0)] = at
                 elif waiting.get(block.call_id):
-                    pairs[waiting[block.call_id].pop()] = at
+                    calls = waiting[block.call_id]
+                    nearest = next(k for k, call in enumerate(calls) if call[0] == calls[-1][0])
+                    pairs[calls.pop(nearest)] = at
                 else:
                     orphans.append(at)
     left += [at for addresses in waiting.values() for at in addresses] + unnamed

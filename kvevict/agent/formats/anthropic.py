@@ -61,7 +61,12 @@ class Anthropic(Format, name="anthropic"):
     """Anthropic Messages."""
 
     rules: ClassVar[Rules] = Rules(
-        adjacent=True, one_message=True, first_user=True, breakpoints=4, signed=True
+        adjacent=True,
+        one_message=True,
+        first_user=True,
+        breakpoints=4,
+        signed=True,
+        nonempty=True,
     )
 
     def detect(self, obj: Any) -> float:

@@ -25,11 +25,13 @@ class Rules:
             means anywhere after the call.
         one_message: all results of one response stand in one user message (I2, I3).
         first_user: the first message is a user message (I5).
+        system_first: system messages stand at the front only (I5).
         alternate: user and assistant alternate (I5, strict chat templates).
         ids: calls and results carry ids.
         breakpoints: most cache breakpoints (I9); None where the format has none.
         last: roles that the last message may have (I7).
         signed: thinking is signed and must stay as it is in the latest turn (I4).
+        nonempty: text must not be empty (I8).
         log: a recording rather than a request: aborted turns and open ends are normal in it.
     """
 
@@ -41,6 +43,8 @@ class Rules:
     breakpoints: int | None = None
     last: tuple[str, ...] = ("user", "tool")
     signed: bool = False
+    nonempty: bool = False
+    system_first: bool = False
     log: bool = False
 
 

@@ -28,7 +28,7 @@ ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipytho
 class HF(OpenAIChat, name="hf"):
     """Chat-template messages."""
 
-    rules: ClassVar[Rules] = Rules(adjacent=True, ids=False)
+    rules: ClassVar[Rules] = Rules(adjacent=True, ids=False, system_first=True)
     roles: ClassVar[tuple[str, ...]] = ROLES
     parts: ClassVar[Mapping[str, str]] = {
         "text": "text",
