@@ -140,7 +140,9 @@ class EvictionLayer(CacheLayerMixin):
 
     def offload(self) -> None:
         """Refuse: transformers would move keys before attention ran."""
-        raise CacheError("an eviction cache cannot be offloaded; it is small, keep it on the device")
+        raise CacheError(
+            "an eviction cache cannot be offloaded; it is small, keep it on the device"
+        )
 
     prefetch = offload
 
@@ -380,10 +382,16 @@ class RingLayer(EvictionLayer):
             wanted = self.positions_of(after, length)[:, 0]  # [B, length]
             column = torch.full((len(position), self.seen + 1), 0, device=self.device)
             index = torch.where(position >= 0, position - row_seen, plan.length)
-            column.scatter_(1, index, torch.arange(plan.length, device=self.device).expand_as(index))
+            column.scatter_(
+                1, index, torch.arange(plan.length, device=self.device).expand_as(index)
+            )
             new = wanted >= row_seen
             picked = column.gather(1, (wanted - row_seen).clamp(min=0))
-            kept = torch.arange(length, device=self.device).expand_as(wanted).clamp(max=max(held - 1, 0))
+            kept = (
+                torch.arange(length, device=self.device)
+                .expand_as(wanted)
+                .clamp(max=max(held - 1, 0))
+            )
             return torch.where(new, held + picked, kept)[:, None, :, None], length
 
         source, length = plan.shared(("sources", self.device), sources)
@@ -533,7 +541,9 @@ class RankedLayer(EvictionLayer):
         live = self.position >= 0
         keep = self.policy.keep(Slots(position=self.position, score=self.score))
         over = live.sum(-1, keepdim=True) >= C
-        self._compact(torch.where(over, keep, live), self.keys, self.values, self.position, self.score)
+        self._compact(
+            torch.where(over, keep, live), self.keys, self.values, self.position, self.score
+        )
         if plan.padded:
             self.free = self._victim(seen, plan)
         else:

@@ -116,9 +116,7 @@ def _stored_then_chunk(
     own = library.attention_lse(q, k[:, :, held:], v[:, :, held:], scale, causal=True)
     if not held:
         return own
-    return library.merge(
-        [library.attention_lse(q, k[:, :, :held], v[:, :, :held], scale), own]
-    )
+    return library.merge([library.attention_lse(q, k[:, :, :held], v[:, :, :held], scale), own])
 
 
 def _ring_chunk(
@@ -156,7 +154,14 @@ def _ring_chunk(
 
 
 def _head_part(
-    layer: RingLayer, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float, first: int, last: int
+    layer: RingLayer,
+    plan: Plan,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    scale: float,
+    first: int,
+    last: int,
 ) -> tuple[Tensor, Tensor]:
     """Attend a block to the head, its queries turned to their distance inside the cache."""
     device, head = q.device, min(layer.head, k.shape[2])
@@ -223,7 +228,9 @@ def _ring_padded(
 # -- ranked ---------------------------------------------------------------------------------------
 
 
-def _ranked(layer: RankedLayer, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+def _ranked(
+    layer: RankedLayer, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float
+) -> Tensor:
     if layer.rope is not None and layer.rope.style != "none":
         q, k = _by_rank(layer, plan, q, k)
     if plan.length == 1 and not plan.padded:
@@ -310,9 +317,7 @@ def _by_rank(layer: RankedLayer, plan: Plan, q: Tensor, k: Tensor) -> tuple[Tens
         own = (where == plan.on(q.device)[0][:, None]).to(torch.int8).argmax(-1, keepdim=True)
     else:
         where = layer.chunk_positions()
-        own = torch.arange(layer.held, where.shape[2], device=q.device).expand(
-            *where.shape[:2], -1
-        )
+        own = torch.arange(layer.held, where.shape[2], device=q.device).expand(*where.shape[:2], -1)
     end = torch.iinfo(where.dtype).max
     rank = torch.where(where < 0, end, where).argsort(dim=-1, stable=True).argsort(-1)  # [B, H, T]
     cos, sin = layer.rope.turn(rank, q.device)

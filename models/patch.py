@@ -241,7 +241,7 @@ class Patch:
     ) -> Any:
         """Give a generate call a fresh cache, unless the caller brought one."""
         stock = type(self.model)._prepare_cache_for_generation
-        name = "cache" if "cache" in _parameters(self.model) else "past_key_values"
+        name = cache_argument(self.model)
         cache = model_kwargs.get(name)
         if cache is None and generation_config.use_cache is not False:
             if generation_config.cache_implementation is not None:
@@ -266,8 +266,10 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     return int(getattr(generation_config, "_mask_length", 0) or 0)
 
 
-def _parameters(model: Any) -> Any:
-    return inspect.signature(type(model).forward).parameters
+def cache_argument(model: Any) -> str:
+    """Return what the model's forward calls its cache: `cache` from transformers 5.24 on."""
+    names = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in names else "past_key_values"
 
 
 def _check_model(model: Any) -> Any:

@@ -183,7 +183,9 @@ def _check_device(device: str) -> None:
     try:
         kind = torch.device(device).type
     except RuntimeError as error:
-        raise KvevictError(f"device={device!r} is not a torch device such as cpu or cuda") from error
+        raise KvevictError(
+            f"device={device!r} is not a torch device such as cpu or cuda"
+        ) from error
     if kind == "cuda" and not torch.cuda.is_available():
         raise KvevictError(f"device={device!r}: no usable CUDA device was found; use device='cpu'")
 
