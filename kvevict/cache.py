@@ -10,9 +10,11 @@ from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
 from kvevict.errors import CacheError, NotPatchedError, PolicyError, UnsupportedModelError
-from kvevict.layers import EvictionLayer, RankedLayer, RingLayer
+from kvevict.layers import EvictionLayer
 from kvevict.plan import Plan
 from kvevict.policy import Policy, parse
+from kvevict.ranked import RankedLayer
+from kvevict.ring import RingLayer
 
 __all__ = ["EvictionCache", "EvictionLayer", "RankedLayer", "RingLayer"]
 
@@ -350,7 +352,7 @@ class EvictionCache(Cache):
             )
         if mask.shape[1] not in (length, self._seen + length):
             raise CacheError(
-                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {self._seen} and "
+                f"attention_mask covers {mask.shape[1]} tokens; the cache has seen {self._seen}, "
                 f"{length} are new: give {self._seen + length} columns or the {length} new ones"
             )
         return mask[:, -length:].to(torch.bool)

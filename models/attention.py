@@ -15,8 +15,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvevict.cache import EvictionCache
 from kvevict.errors import UnsupportedModelError
 from kvevict.kernels import library
-from kvevict.layers import EvictionLayer, RankedLayer, RingLayer, head_shift
+from kvevict.layers import EvictionLayer
 from kvevict.plan import Plan
+from kvevict.ranked import RankedLayer
+from kvevict.ring import RingLayer, head_shift
 
 NAME = "kvevict"
 _BLOCK = 256  # queries attended at a time where a mask is needed, so that masks stay O(n)
