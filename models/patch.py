@@ -282,7 +282,7 @@ def _check_model(model: Any) -> Any:
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UnsupportedModelError(
-            f"{config.model_type}: an encoder-decoder has cross attention; give a decoder-only model"
+            f"{config.model_type}: an encoder-decoder has cross attention; give a decoder-only one"
         )
     if model.base_model is model:
         raise UnsupportedModelError(

@@ -160,10 +160,9 @@ def _ropes(model: Any, first: Any) -> list[Rope | None]:
 def _limit(config: Any) -> int | None:
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
-    bounds = []
-    for entry in nested:
-        if entry.get("rope_type") in _BOUNDED:
-            bounds.append(
-                entry.get("original_max_position_embeddings") or config.max_position_embeddings
-            )
+    bounds = [
+        entry.get("original_max_position_embeddings") or config.max_position_embeddings
+        for entry in nested
+        if entry.get("rope_type") in _BOUNDED
+    ]
     return min(bounds) if bounds else None

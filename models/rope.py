@@ -48,7 +48,7 @@ class Rope:
         return angle.cos().float(), angle.sin().float()
 
     def rotate(self, x: Tensor, turn: Turn) -> Tensor:
-        """Return x `[..., D]` rotated, in one rounding: computed in float32, stored in x's dtype."""
+        """Return x `[..., D]` rotated in one rounding: in float32, stored in x's dtype."""
         if self.style == "none":
             return x
         part = x[..., self.start : self.start + self.dims].float()
