@@ -261,9 +261,10 @@ class History:
         """The atoms in order; together they cover every message."""
         starts = atoms(self.messages, self.pairs)
         waiting = {m for m, _ in self.pairs.unanswered}
+        stops = [*starts[1:], len(self.messages)] if starts else []
         return tuple(
             Group(a, b, self.messages[a].role, not any(i in waiting for i in range(a, b)))
-            for a, b in zip(starts, [*starts[1:], len(self.messages)], strict=True)
+            for a, b in zip(starts, stops, strict=True)
         )
 
     @cached_property

@@ -279,7 +279,7 @@ def _fill(history: History, done: list[Repair]) -> History:
         if len(blocks) == len(message.blocks) and blocks:
             kept.append(message)
             continue
-        where = f"messages[{m}]"
+        where = f"messages[{message.index if message.index >= 0 else m}]"
         if blocks:
             kept.append(replace(message, blocks=blocks))
             done.append(Repair("I8", m, where, "an empty text block was removed"))

@@ -184,10 +184,10 @@ class OpenAIResponses(Format, name="openai-responses"):
     def write(self, history: History) -> Any:
         """Write a list of items or, where it was read from one, a request."""
         if history.format == self.name:
+            only = history.messages[0] if len(history) == 1 else None
+            if only is not None and isinstance(only.raw, str) and len(only.blocks) == 1:
+                return {**history.shell, "input": only.blocks[0].text}
             items = [raw for m in history.messages for raw in self.write_message(m)]
-            text = history.shell is not None and isinstance(history.shell.get("input"), str)
-            if text and len(items) == 1 and history.messages[0].pristine:
-                return dict(history.shell)
             return fill_container(history, "input", items)
         items = [raw for m in with_ids(history).messages for raw in self.build_items(m)]
         if not history.system and not history.tools:
