@@ -13,29 +13,42 @@ from kvevict.agent.verbs import anchors, drop, oldest_until, outputs, truncate
 KEEP_CHARS = 2_000  # of an old result; OpenCode's and Cline's bound for tool text
 
 
-def fallback_stages(policy: MessagePolicy) -> tuple[Stage, ...]:
-    """Return the stages that stand in for a policy's summary.
+class Fallback(MessagePolicy):
+    """The stages that stand in for a policy whose summariser is not asked any more.
 
     Old results are cut as far as the trigger demands; whole atoms go only where the request would
     not fit, oldest first.
+
+    Args:
+        policy: the policy that it stands in for.
     """
 
-    def need(view: History, context: Context) -> int:
+    name = "fallback"
+
+    def __init__(self, policy: MessagePolicy) -> None:
+        object.__setattr__(self, "policy", policy)
+
+    def stages(self) -> tuple[Stage, ...]:
+        """Cut old results; where that is not enough drop the oldest atoms."""
+        return (
+            Stage("truncate_old_results", "truncate", self._cut),
+            Stage("head_trimming", "drop", self._trim),
+        )
+
+    def _over(self, view: History, context: Context, goal: int) -> int:
         if context.moment.force == "overflow":  # the provider's word counts, not the estimate
             return max(1, context.estimate(view) // 4)
-        goal = policy.trigger_tokens(context.limits)
         return max(0, round((context.total(view) - goal + 1) / context.ratio))
 
-    def cut(view: History, context: Context) -> History | None:
+    def _cut(self, view: History, context: Context) -> History | None:
+        policy: MessagePolicy = vars(self)["policy"]
+        need = self._over(view, context, policy.trigger_tokens(context.limits))
         roots = anchors(view, last_group=True)
         old = [at for at in outputs(view, shell=True) if at[0] not in roots]
-        wanted = need(view, context)
-        return truncate(view, context, old, KEEP_CHARS, wanted) if wanted else None
+        return truncate(view, context, old, KEEP_CHARS, need) if need else None
 
-    def trim(view: History, context: Context) -> History | None:
+    def _trim(self, view: History, context: Context) -> History | None:
+        policy: MessagePolicy = vars(self)["policy"]
+        need = self._over(view, context, policy.allowance(context.limits) + 1)
         roots = anchors(view, last_group=True)
-        over = round((context.total(view) - policy.allowance(context.limits)) / context.ratio)
-        over = need(view, context) if context.moment.force == "overflow" else over
-        return drop(view, oldest_until(view, context, roots, over)) if over > 0 else None
-
-    return (Stage("truncate_old_results", "truncate", cut), Stage("head_trimming", "drop", trim))
+        return drop(view, oldest_until(view, context, roots, need)) if need else None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from dataclasses import replace
 from typing import Any
 
 from kvevict.agent.formats import Reader
-from kvevict.agent.history import Block, History, Message
+from kvevict.agent.history import Address, Block, History, Message
+from kvevict.agent.pairing import Pairs
 from kvevict.agent.repairs import Repair, repair_history
 from kvevict.agent.validate import Violation, check_history
+from kvevict.agent.verbs import with_structure
 
 _LEAD = Message("user", (Block("text", text="-"),), note="lead")
 
@@ -76,15 +77,11 @@ class Intake:
             if a is not b:
                 break
             same += 1
-        starts = [g.start for g in self._read.groups]
-        cut = starts[min(bisect_right(starts, same), len(starts)) - 1]
-        if cut == 0:
+        place, cut = self._boundary(same)
+        if cut <= 0:
             return False
-        place = len(self.origin) - 1  # where the message that was read at `cut` stands now
-        while place >= 0 and self.origin[place] != cut:
-            place -= 1
         tail = History((_LEAD, *new[cut:]), history.format)
-        if place < 0 or tail.pairs.orphans or self._clashes(tail, cut):
+        if tail.pairs.orphans or self._clashes(tail, cut):
             return False
         if repair_history(tail, open_end=True)[1]:
             return False
@@ -92,18 +89,29 @@ class Intake:
         added = [self._numbered(m, place + i) for i, m in enumerate(new[cut:])]
         self.repairs = [r for r in self.repairs if r.index is None or r.index < cut]
         self.origin[place:] = range(cut, len(new))
-        self.full = replace(history, messages=(*kept, *added))
+        self.full = grown(self.full, replace(history, messages=(*kept, *added)))
         self._note(new, cut)
         return True
+
+    def _boundary(self, same: int) -> tuple[int, int]:
+        """Return the last atom that starts among unchanged messages.
+
+        Its place in the result, and in what was read.
+        """
+        for group in reversed(self.full.groups):
+            cut = self.origin[group.start]
+            if 0 <= cut <= same:
+                return group.start, cut
+        return 0, 0
 
     def _clashes(self, tail: History, cut: int) -> bool:
         """Whether the new part repeats a call id, or has too many cache breakpoints."""
         marks = sum(1 for at in self._marks if at < cut)
         for message in tail.messages:
             for block in message.blocks:
-                if block.kind == "tool_use" and block.call_id is not None:
-                    if self._ids.get(block.call_id, cut) < cut:
-                        return True
+                call = block.call_id if block.kind == "tool_use" else None
+                if call is not None and self._ids.get(call, cut) < cut:
+                    return True
                 if block.cache_control is not None:
                     marks += 1
         return marks > 4
@@ -135,6 +143,42 @@ class Intake:
         self._ids = {}
         self._marks = []
         self._note(history.messages, 0)
+
+
+def grown(old: History, new: History) -> History:
+    """Give a history the structure of an older one that it begins with, so only the rest is read.
+
+    Pairs and atoms before the last atom of the common part cannot change by what follows, unless a
+    late result answers one of them; then the structure is worked out anew, as always.
+    """
+    same = 0
+    for a, b in zip(old.messages, new.messages, strict=False):
+        if a is not b:
+            break
+        same += 1
+    known = [g for g in old.groups if g.start <= same]
+    if len(known) < 2:
+        return new
+    start = known[-1].start
+    tail = replace(new, messages=new.messages[start:])
+    if tail.pairs.orphans:
+        return new
+    groups = [replace(g, start=g.start + start, stop=g.stop + start) for g in tail.groups]
+    structure = {
+        "pairs": Pairs(
+            {c: r for c, r in old.pairs.results.items() if c[0] < start}
+            | {_moved(c, start): _moved(r, start) for c, r in tail.pairs.results.items()},
+            tuple(at for at in old.pairs.unanswered if at[0] < start)
+            + tuple(_moved(at, start) for at in tail.pairs.unanswered),
+            tuple(at for at in old.pairs.orphans if at[0] < start),
+        ),
+        "groups": (*known[:-1], *groups),
+    }
+    return with_structure(new, structure)
+
+
+def _moved(at: Address, by: int) -> Address:
+    return at[0] + by, at[1]
 
 
 def tail_of(history: History, start: int) -> tuple[History, int]:

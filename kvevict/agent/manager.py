@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import copy
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from kvevict.agent.edit_log import decode, encode
-from kvevict.agent.fallback import fallback_stages
+from kvevict.agent.fallback import Fallback
 from kvevict.agent.formats import from_normal
 from kvevict.agent.history import History, Message
-from kvevict.agent.intake import Intake, atom_before, check_from, tail_of
+from kvevict.agent.intake import Intake, atom_before, check_from, grown, tail_of
+from kvevict.agent.manager_state import ManagerState
 from kvevict.agent.message_policy import (
     Action,
     Context,
-    Force,
     Limits,
     MessagePolicy,
     Moment,
@@ -25,64 +23,16 @@ from kvevict.agent.message_policy import (
     parse_message_policy,
     run_stages,
 )
-from kvevict.agent.repairs import Repair
+from kvevict.agent.report import Prepared, Report
 from kvevict.agent.resources import build_resources
 from kvevict.agent.store import Recall, Recalled, Store
 from kvevict.agent.summarizers import SummaryInput, attempt, build_summarizer
-from kvevict.agent.tokens import Anchor, Anchored, TokenCounter, make_counter, overhead, usage_of
+from kvevict.agent.tokens import Anchored, TokenCounter, make_counter, overhead, usage_of
 from kvevict.agent.validate import Violation, compare
 from kvevict.agent.verbs import anchors, drop, isolate, real_users
 from kvevict.errors import BudgetError, HistoryError
 
-VERSION = 1
-
-
-@dataclass(frozen=True)
-class Report:
-    """What one `prepare` did.
-
-    Attributes:
-        tokens: predicted tokens of the request.
-        freed_tokens: tokens freed by this call, estimated.
-        floor_tokens: tokens of the roots alone; no edit of this policy goes below.
-        window: tokens of the window.
-        violations: invariants that the request breaks (as the input did; edits break none).
-        reused_prefix_tokens: tokens of the longest common prefix with the last request.
-        stages: names of the stages that acted.
-        actions: what every stage did, or why it did nothing.
-        repairs: what was repaired in the input.
-        failures: failures of the summariser in a row.
-        summary_calls: estimated tokens (in, out) of every call of the summariser.
-    """
-
-    tokens: int
-    freed_tokens: int
-    floor_tokens: int
-    window: int
-    violations: tuple[Violation, ...]
-    reused_prefix_tokens: int
-    stages: tuple[str, ...]
-    actions: tuple[Action, ...]
-    repairs: tuple[Repair, ...] = ()
-    failures: int = 0
-    summary_calls: tuple[tuple[int, int], ...] = ()
-
-    @property
-    def over_window(self) -> bool:
-        """Whether the request does not fit the window: this policy cannot do more."""
-        return self.tokens > self.window
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the report as JSON."""
-        return {**asdict(self), "over_window": self.over_window}
-
-
-@dataclass(frozen=True)
-class Prepared:
-    """A request to send: messages in the form that came in, and the report."""
-
-    messages: Any
-    report: Report
+__all__ = ["HistoryManager", "Prepared", "Report"]
 
 
 class HistoryManager:
@@ -137,35 +87,13 @@ class HistoryManager:
         self._scores = scores
         self._recall: Recall | None = None
         self._intake = Intake(format)
+        self._state = ManagerState.from_json(state or {})
         self._sizes: dict[int, tuple[Message, int]] = {}
-        self._base: tuple[Message, ...] | None = None
-        self._previous: tuple[Message, ...] = ()
+        self._base: tuple[Message, ...] | None = None  # the edited part of the last request
+        self._view = History()  # the last request
         self._violations: list[Violation] = []
-        self._load(state or {})
 
-    # -- state ------------------------------------------------------------------------------------
-
-    def _load(self, state: Mapping[str, Any]) -> None:
-        try:
-            version = state.get("version", VERSION)
-            if version != VERSION:
-                raise HistoryError(f"state of version {version!r}: this one reads {VERSION}")
-            self._log: list[Any] = copy.deepcopy(state.get("edits", []))
-            self._at = int(state.get("at", 0))
-            self._seen = int(state.get("seen", 0))
-            self._sent = int(state.get("sent", 0))
-            self._failures = int(state.get("failures", 0))
-            self._memory: dict[str, Any] = dict(state.get("memory", {}))
-            self._hidden: dict[str, int] = dict(state.get("hidden", {}))
-            self._pending: list[dict[str, Any]] = [dict(p) for p in state.get("pending", ())]
-            self._events: list[dict[str, Any]] = [dict(e) for e in state.get("events", ())]
-            anchor = state.get("anchor")
-            self._anchored = Anchored(self.counter, prior=None)
-            self._anchored.anchor = None if anchor is None else Anchor(**anchor)
-        except (AttributeError, TypeError, ValueError) as error:
-            if isinstance(error, HistoryError):
-                raise
-            raise HistoryError(f"this is no manager's state: {error}") from None
+    # -- what is remembered, and what a user may ask for -------------------------------------------
 
     @property
     def state(self) -> dict[str, Any]:
@@ -175,42 +103,23 @@ class HistoryManager:
         many messages of the full history it covers, `events` when what was freed, `hidden` when a
         message was first masked (in messages seen), `failures`, `memory`, `anchor`, `pending`.
         """
-        anchor = self._anchored.anchor
-        return copy.deepcopy(
-            {
-                "version": VERSION,
-                "policy": str(self.policy),
-                "at": self._at,
-                "seen": self._seen,
-                "sent": self._sent,
-                "edits": self._log,
-                "events": self._events,
-                "hidden": self._hidden,
-                "failures": self._failures,
-                "memory": self._memory,
-                "anchor": None if anchor is None else asdict(anchor),
-                "pending": self._pending,
-            }
-        )
-
-    # -- what a user may ask for ------------------------------------------------------------------
+        return self._state.to_json(str(self.policy))
 
     def compact(self, focus: str = "") -> None:
         """Ask for compaction at the next `prepare`, as `/compact FOCUS` does."""
-        self._pending.append({"force": "manual", "focus": focus})
+        self._state.pending.append({"force": "manual", "focus": focus})
 
     def handoff(self, goal: str) -> None:
         """Ask for a handoff to a goal at the next `prepare` (Amp)."""
         self.compact(goal)
 
     def overflowed(self) -> None:
-        """Tell that the provider refused the last request as too long: the next one is compacted."""
-        self._anchored.reset()
-        self._pending.append({"force": "overflow", "focus": ""})
+        """Tell that the provider refused the last request as too long: compact the next one."""
+        self._state.pending.append({"force": "overflow", "focus": ""})
 
     def clear(self) -> None:
         """Forget everything seen so far at the next `prepare`, as `/clear` does."""
-        self._pending.append({"clear": self._seen})
+        self._state.pending.append({"clear": self._state.seen})
 
     def isolate(self, start: int, stop: int, conclusion: str, note: str = "") -> None:
         """Replace a sub-task's messages by its conclusion at the next `prepare`.
@@ -221,7 +130,7 @@ class HistoryManager:
             conclusion: what returns from it.
             note: name of the sub-task.
         """
-        self._pending.append({"isolate": [start, stop, conclusion, note]})
+        self._state.pending.append({"isolate": [start, stop, conclusion, note]})
 
     def restore(self, *indices: int) -> list[int]:
         """Show masked, cut and stored parts again; all of them where none are named.
@@ -230,20 +139,14 @@ class HistoryManager:
             The places of the messages that are whole again from the next `prepare` on. The policy
             may hide them again when it next acts.
         """
-        shown = []
-        for n, entry in enumerate(self._log):
-            i = entry.get("edit")
-            if i is not None and (not indices or i in indices):
-                self._log[n] = {"keep": [i, i + 1]}
-                self._hidden.pop(str(i), None)
-                shown.append(i)
+        shown = self._state.restore(indices)
+        self._state.anchor = None
         self._base = None
-        self._anchored.reset()
         return shown
 
     @property
     def recall(self) -> Recall:
-        """Every message seen, searchable; filled by `prepare` once it has been asked for."""
+        """Every message seen, searchable (MemGPT); filled by `prepare`."""
         if self._recall is None:
             folder = self.store.folder
             if folder is not None:
@@ -275,18 +178,26 @@ class HistoryManager:
                 invariant, a state of another history; the manager's state is then as before.
             BudgetError: the roots alone do not fit; names the floor.
         """
+        found = usage_of(usage)
         full, same = self._intake.take(messages)
-        if len(full) < self._at or (self._base is None and not self._log):
-            self._forget()
-        if self._base is None or same < self._at:
-            self._base = decode(self._log, full.messages, self._at) if self._log else ()
-        view = replace(full, messages=(*self._base, *full.messages[self._at :]))
-        self._observe(view, full, usage)
-        first = view
-        memory = copy.deepcopy(self._memory)
-        view, actions, calls, context = self._edit(view, full, memory)
-        floor = self.policy.floor(view, context)
+        state = self._state
+        if len(full) < state.at:  # rewound behind the edits: they speak of what is gone
+            state.forget()
+            self._base = ()
+        if self._base is None or same < state.at:
+            self._base = state.view(full.messages)
+        first = replace(full, messages=(*self._base, *full.messages[state.at :]))
+        first = grown(self._view, first)
+        again = len(full) == state.seen and bool(state.seen) and same == len(full)
+        anchored = Anchored(self.counter, prior=None)
+        anchored.anchor = state.anchor
+        if found is not None and not again:
+            self._observe(anchored, first)(found)
+        call = _Call(self, first, anchored, copy.deepcopy(state.memory))
+        view, actions = (first, []) if again and not state.pending else call.run(first)
+        context = call.context
         tokens = context.total(view)
+        floor = self.policy.floor(view, context)
         allowance = self.policy.allowance(context.limits)
         if tokens > allowance and floor > allowance:
             raise BudgetError(
@@ -294,138 +205,47 @@ class HistoryManager:
                 f"tokens, {allowance} are available: use a larger window, or shorten them",
                 floor,
             )
-        self._memory = memory
-        self._pending = []
         if view is not first:
-            self._commit(first, view, full, actions)
-        reused = self._reused(view, context)
+            anchored.edited(first.messages, view.messages)
+            self._commit(view, full, actions)
+        state.memory, state.pending, state.anchor = call.context.memory, [], anchored.anchor
+        reused = self._reused(first, view)
         self._violations = check_from(view, atom_before(view, reused), self._violations)
-        prefix = view.messages[:reused]
+        prefix = sum(map(self._size, view.messages[:reused]))
         report = Report(
             tokens=tokens,
             freed_tokens=context.estimate(first) - context.estimate(view),
             floor_tokens=floor,
             window=self.window,
             violations=tuple(self._violations),
-            reused_prefix_tokens=(sum(map(self._size, prefix)) + context.limits.overhead)
-            if prefix
-            else 0,
+            reused_prefix_tokens=prefix + context.limits.overhead if reused else 0,
             stages=tuple(dict.fromkeys(a.stage for a in actions if a.done)),
             actions=tuple(self._named(a) for a in actions),
             repairs=tuple(self._intake.repairs),
-            failures=self._failures,
-            summary_calls=tuple(calls),
+            failures=state.failures,
+            summary_calls=tuple(call.summaries),
         )
-        self._file_messages(self._seen)
-        self._seen, self._sent = len(full), len(view)
-        self._previous = view.messages
+        self._file_messages(state.seen)
+        state.seen, state.sent = len(full), len(view)
+        self._view = view
         return Prepared(view if isinstance(messages, History) else from_normal(view), report)
 
-    def _forget(self) -> None:
-        """Drop all edits: nothing was edited yet, or the history was rewound behind them."""
-        self._log, self._at, self._base = [], 0, ()
-        self._hidden = {}
-        self._anchored.reset()
-
-    def _observe(self, view: History, full: History, usage: Mapping[str, Any] | None) -> None:
+    def _observe(self, anchored: Anchored, view: History) -> Callable[[Any], None]:
         """Anchor the count on the provider's, for the last request and the answer to it."""
-        found = usage_of(usage)
-        if found is None or (len(full) == self._seen and self._seen):
-            return
-        stop = min(self._sent, len(view))
-        while stop < len(view) and view.messages[stop].role == "assistant":
-            stop += 1
-        if not self._sent:
-            said = [i for i, m in enumerate(view.messages) if m.role == "assistant"]
-            stop = said[-1] + 1 if said else 0
-        if stop:
-            self._anchored.observe_at(view.messages, stop, found, overhead(view, self.counter))
 
-    def _edit(
-        self, view: History, full: History, memory: dict[str, Any]
-    ) -> tuple[History, list[Action], list[tuple[int, int]], Context]:
-        """Do what was asked for, then what the policy does."""
-        fixed = overhead(view, self.counter)
-        limits = Limits(self.window, self.max_output, fixed)
-        calls: list[tuple[int, int]] = []
-        notes: list[Action] = []
-        moment = self._moment(len(full))
+        def observe(usage: Any) -> None:
+            stop = min(self._state.sent, len(view))
+            while stop < len(view) and view.messages[stop].role == "assistant":
+                stop += 1
+            if not self._state.sent:
+                said = [i for i, m in enumerate(view.messages) if m.role == "assistant"]
+                stop = said[-1] + 1 if said else 0
+            if stop:
+                anchored.observe_at(view.messages, stop, usage, overhead(view, self.counter))
 
-        def summarise(
-            request: SummaryInput, budget: int, limit: int, wrap: Callable[[str], str]
-        ) -> str | None:
-            if self._failures >= self.policy.strikes and moment.force != "manual":
-                return None
-            outcome = attempt(
-                self._summarizer, request, budget, lambda text: self.counter.text(wrap(text)), limit
-            )
-            asked = sum(self.counter.text(m["content"]) for m in request)
-            calls.append((asked, self.counter.text(outcome.text or "")))
-            self._failures = 0 if outcome.text is not None else self._failures + 1
-            if outcome.text is None:
-                notes.append(Action("summariser", "summarise", False, outcome.reason))
-            return outcome.text
+        return observe
 
-        services = Services(
-            summarise,
-            self.store,
-            lambda: self.recall,
-            self._resources,
-            self._scores,
-            bool(getattr(self._summarizer, "opaque", False)),
-        )
-        context = Context(limits, services, moment, self._size, memory, 1.0, self._failures)
-        estimate = context.estimate(view) + fixed
-        total = self._anchored.predict(view.messages, fixed)
-        context = replace(context, ratio=total / estimate if estimate else 1.0)
-        view, actions = self._asked(view, context)
-        floor = self.policy.floor(view, context)
-        allowance = self.policy.allowance(limits)
-        hopeless = floor > allowance and context.total(view) > allowance
-        if not hopeless:  # no summary could help: none is asked for (opencode 27924)
-            view, done = run_stages(self.policy, view, context, self._accept)
-            actions += done
-            struck = self._failures >= self.policy.strikes and self.policy.due(view, context)
-            if struck or (moment.force == "overflow" and not any(a.done for a in done)):
-                view, done = run_stages(_Fallback(self.policy), view, context, self._accept)
-                actions += done
-        return view, [*notes, *actions], calls, context
-
-    def _moment(self, seen: int) -> Moment:
-        force: Force = ""
-        focus = ""
-        for wish in self._pending:
-            if "force" in wish:
-                force, focus = wish["force"], wish["focus"]
-        return Moment(seen, force, focus)
-
-    def _asked(self, view: History, context: Context) -> tuple[History, list[Action]]:
-        """Do what `clear` and `isolate` asked for."""
-        actions: list[Action] = []
-        for wish in self._pending:
-            new = view
-            if "clear" in wish:
-                roots = anchors(view)
-                users = [i for i in real_users(view) if view.messages[i].index >= wish["clear"]]
-                start = users[0] if users else len(view)
-                gone = [i for i in range(start) if i not in roots]
-                new = drop(view, gone)
-                actions.append(Action("clear", "drop", True, "asked for"))
-            elif "isolate" in wish:
-                start, stop, conclusion, note = wish["isolate"]
-                inside = [i for i, m in enumerate(view.messages) if start <= m.index < stop]
-                if not inside:
-                    continue
-                new = isolate(view, inside[0], inside[-1] + 1, conclusion, note)
-                actions.append(Action("isolate", "isolate", True, "asked for"))
-            if new is not view:
-                self._accept(view, new)
-                freed = context.estimate(view) - context.estimate(new)
-                actions[-1] = replace(actions[-1], freed=freed)
-                view = new
-        return view, actions
-
-    def _accept(self, old: History, new: History) -> None:
+    def accept(self, old: History, new: History) -> None:
         """Refuse an edit that breaks an invariant.
 
         Raises:
@@ -449,35 +269,26 @@ class HistoryManager:
                 v.path,
             )
 
-    def _commit(self, old: History, new: History, full: History, actions: list[Action]) -> None:
-        self._anchored.edited(old.messages, new.messages)
-        self._base, self._at = new.messages, len(full)
-        self._log = encode(new.messages, full.messages)
-        for entry in self._log:
-            if "edit" in entry:
-                self._hidden.setdefault(str(entry["edit"]), len(full))
+    def _commit(self, view: History, full: History, actions: list[Action]) -> None:
+        self._base = view.messages
+        self._state.commit(view.messages, full.messages)
+        self._state.note_hidden(view.messages, full.messages)
         stages = [a.stage for a in actions if a.done]
         freed = sum(a.freed for a in actions if a.done)
-        self._events.append({"at": len(full), "stages": stages, "freed": freed})
+        self._state.events.append({"at": len(full), "stages": stages, "freed": freed})
 
-    def _reused(self, view: History, context: Context) -> int:
+    def _reused(self, first: History, view: History) -> int:
         """Return how many messages this request shares with the last one from the start."""
-        previous = self._previous
-        if not previous and self._sent:  # a manager that goes on from a state
-            base = self._base or ()
-            previous = view.messages[: self._sent] if self._events_before(view) else base
+        last = self._view.messages or first.messages[: self._state.sent]
         count = 0
-        for old, new in zip(previous, view.messages, strict=False):
+        for old, new in zip(last, view.messages, strict=False):
             if old is not new and (old.blocks != new.blocks or old.role != new.role):
                 break
             count += 1
         return count
 
-    def _events_before(self, view: History) -> bool:
-        """Whether this call made no edit, so that the last request is a prefix of this one."""
-        return not self._events or self._events[-1]["at"] <= self._seen
-
     def _named(self, action: Action) -> Action:
+        """Return an action with its messages by their place in what was handed over."""
         origin = self._intake.origin
         places = tuple(origin[i] if 0 <= i < len(origin) else i for i in action.messages)
         return replace(action, messages=places)
@@ -493,6 +304,92 @@ class HistoryManager:
         return size
 
 
+class _Call:
+    """One call of `prepare`: its context, and the stages in it."""
+
+    def __init__(
+        self, manager: HistoryManager, view: History, anchored: Anchored, memory: dict[str, Any]
+    ) -> None:
+        self.manager = manager
+        self.state = manager._state
+        self.summaries: list[tuple[int, int]] = []
+        self.notes: list[Action] = []
+        fixed = overhead(view, manager.counter)
+        limits = Limits(manager.window, manager.max_output, fixed)
+        services = Services(
+            self.summarise,
+            manager.store,
+            lambda: manager.recall,
+            manager._resources,
+            manager._scores,
+            bool(getattr(manager._summarizer, "opaque", False)),
+        )
+        wishes = [wish for wish in self.state.pending if "force" in wish]
+        moment = Moment(len(manager._intake.full), **wishes[-1]) if wishes else Moment(len(view))
+        context = Context(limits, services, moment, manager._size, memory)
+        estimate = context.estimate(view) + fixed
+        total = anchored.predict(view.messages, fixed)
+        self.context = replace(context, ratio=total / estimate if estimate else 1.0)
+
+    def summarise(
+        self, request: SummaryInput, budget: int, limit: int, wrap: Callable[[str], str]
+    ) -> str | None:
+        """Ask the manager's summariser, unless it failed too often in a row."""
+        counter = self.manager.counter
+        stopped = self.state.failures >= self.manager.policy.strikes
+        if stopped and self.context.moment.force != "manual":
+            return None
+        outcome = attempt(
+            self.manager._summarizer, request, budget, lambda text: counter.text(wrap(text)), limit
+        )
+        asked = sum(counter.text(m["content"]) for m in request)
+        self.summaries.append((asked, counter.text(outcome.text or "")))
+        self.state.failures = 0 if outcome.text is not None else self.state.failures + 1
+        if outcome.text is None:
+            self.notes.append(Action("summariser", "summarise", False, outcome.reason))
+        return outcome.text
+
+    def run(self, view: History) -> tuple[History, list[Action]]:
+        """Do what was asked for, then what the policy does, then what is left without a model."""
+        policy, context, accept = self.manager.policy, self.context, self.manager.accept
+        view, actions = self.asked(view)
+        allowance = policy.allowance(context.limits)
+        if context.total(view) > allowance and policy.floor(view, context) > allowance:
+            return view, actions  # no summary could help: none is asked for (opencode 27924)
+        view, done = run_stages(policy, view, context, accept)
+        actions += done
+        struck = self.state.failures >= policy.strikes and policy.due(view, context)
+        unhelped = context.moment.force == "overflow" and not any(a.done for a in done)
+        if struck or unhelped:
+            view, done = run_stages(Fallback(policy), view, context, accept)
+            actions += done
+        return view, [*self.notes, *actions]
+
+    def asked(self, view: History) -> tuple[History, list[Action]]:
+        """Do what `clear` and `isolate` asked for."""
+        actions: list[Action] = []
+        for wish in self.state.pending:
+            new = view
+            if "clear" in wish:
+                users = [i for i in real_users(view) if view.messages[i].index >= wish["clear"]]
+                roots = anchors(view)
+                end = users[0] if users else len(view)
+                new = drop(view, [i for i in range(end) if i not in roots])
+                verb = "drop"
+            elif "isolate" in wish:
+                start, stop, conclusion, note = wish["isolate"]
+                inside = [i for i, m in enumerate(view.messages) if start <= m.index < stop]
+                if inside:
+                    new = isolate(view, inside[0], inside[-1] + 1, conclusion, note)
+                verb = "isolate"
+            if new is not view:
+                self.manager.accept(view, new)
+                freed = self.context.estimate(view) - self.context.estimate(new)
+                actions.append(Action(next(iter(wish)), verb, True, "asked for", freed))
+                view = new
+        return view, actions
+
+
 @dataclass(frozen=True)
 class _Called:
     """A counter made of a callable from a text to tokens."""
@@ -503,22 +400,4 @@ class _Called:
         return int(self.count(text))
 
     def message(self, message: Message) -> int:
-        tokens = sum(b.tokens if b.tokens is not None else self.text(b.text) for b in message.blocks)
-        return int(tokens)
-
-
-class _Fallback(MessagePolicy):
-    """The stages that stand in for a policy whose summariser is not asked any more."""
-
-    name = "fallback"
-
-    def __init__(self, policy: MessagePolicy) -> None:
-        object.__setattr__(self, "policy", policy)
-
-    def stages(self) -> Any:
-        return fallback_stages(self.policy)  # type: ignore[attr-defined]
-
-
-def state_text(state: Mapping[str, Any]) -> str:
-    """Return a state as JSON text, keys sorted: the same state is the same bytes."""
-    return json.dumps(state, sort_keys=True, ensure_ascii=False)
+        return sum(b.tokens if b.tokens is not None else self.text(b.text) for b in message.blocks)

@@ -206,7 +206,7 @@ class MemoryTool:
             raise MemoryToolError(f"Error: The path {path} must start with {ROOT}")
         inner = parts[2:]
         if any(p in ("", ".", "..") or "%2e" in p.lower() or "%2f" in p.lower() for p in inner):
-            raise MemoryToolError(f"Error: The path {path} is not plain; `..` and encodings are out")
+            raise MemoryToolError(f"Error: The path {path} is not plain (`..`, encodings)")
         if any(len(p.encode("utf-8", "replace")) > 200 or not p.isprintable() for p in inner):
             raise MemoryToolError("Error: a name in the path is too long or not printable")
         if len(inner) > self.max_depth:

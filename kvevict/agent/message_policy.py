@@ -161,6 +161,7 @@ class MessagePolicy(ABC):
 
     name: ClassVar[str]
     markers: ClassVar[tuple[str, ...]] = ()  # how texts that the policy inserts begin
+    passes: ClassVar[int] = 1  # rounds over the stages until nothing more happens
     keeps_first: ClassVar[bool] = False  # the first user message is a root
     keeps_last: ClassVar[bool] = False  # the newest group is a root in any case
 
@@ -337,9 +338,8 @@ def run_stages(
     view: History,
     context: Context,
     accept: Callable[[History, History], None],
-    passes: int = 4,
 ) -> tuple[History, list[Action]]:
-    """Run a policy's stages until none of them does anything more.
+    """Run a policy's stages in order, `passes` times at most.
 
     A stage that summarises is tried once. An edit counts only if it frees at least one token and
     its stage's `min_gain` (I13), so the run always ends.
@@ -349,13 +349,12 @@ def run_stages(
         view: the history as the model would see it.
         context: the call's circumstances.
         accept: raises when an edit (old, new) breaks an invariant.
-        passes: most rounds over the stages.
 
     Returns:
         The edited history (the same object when nothing was done), and what happened.
     """
     actions: list[Action] = []
-    for turn in range(passes):
+    for turn in range(policy.passes):
         before = view
         for stage in policy.stages():
             if turn and (stage.verb == "summarise" or stage.grows):

@@ -251,7 +251,8 @@ def _facts(span: Sequence[Plain], previous: str) -> dict[str, list[str]]:
 
 
 def _sentences(text: str) -> list[str]:
-    return [s for s in re.split(r"(?<=[.!?。\uff01\uff1f])\s+|\n+", text[:20_000]) if len(s.strip()) > 8]
+    parts = re.split(r"(?<=[.!?。\uff01\uff1f])\s+|\n+", text[:20_000])
+    return [part for part in parts if len(part.strip()) > 8]
 
 
 def _one_line(text: str) -> str:

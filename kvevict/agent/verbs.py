@@ -7,9 +7,10 @@ single tool results or turns, of size 1 (counted) or of their tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 
@@ -109,8 +110,11 @@ def anchors(view: History, first_user: bool = False, last_group: bool = False) -
         first_user: whether the first real user message stays too.
         last_group: whether the last group stays in any case.
     """
-    keep = {i for i, m in enumerate(view.messages) if m.role in ("system", "developer")}
-    keep.update(i for i, m in enumerate(view.messages) if m.protected)
+    keep = {
+        i
+        for i, m in enumerate(view.messages)
+        if m.role in ("system", "developer") or any(b.protected for b in m.blocks)
+    }
     users = real_users(view) or list(view.users)
     if users:
         keep.add(users[-1])
@@ -145,6 +149,18 @@ def whole(view: History, keep: Collection[int]) -> set[int]:
     """Return the messages of every group that has one of these: atoms stay together."""
     groups = {int(view.group_index[i]) for i in keep}
     return {i for g in groups for i in range(view.groups[g].start, view.groups[g].stop)}
+
+
+def others(view: History, keep: Collection[int], stop: int | None = None) -> set[int]:
+    """Return the messages of all groups that have none of these, before `stop` where given."""
+    end = len(view) if stop is None else stop
+    stays = set(keep)
+    return {
+        i
+        for group in view.groups
+        if group.stop <= end and stays.isdisjoint(range(group.start, group.stop))
+        for i in range(group.start, group.stop)
+    }
 
 
 def steps(view: History) -> list[int]:
@@ -235,7 +251,22 @@ def mask(
         if gain > 0:
             changed[place] = placeholder
             freed += gain
-    return edit.mask(view, changed) if changed else view
+    return masked(view, changed)
+
+
+def masked(view: History, texts: Mapping[Address, str]) -> History:
+    """Mask blocks; pairs and atoms stay what they were, so they are not worked out again."""
+    if not texts:
+        return view
+    return with_structure(edit.mask(view, texts), vars(view))
+
+
+def with_structure(view: History, structure: Mapping[str, Any]) -> History:
+    """Give a history the cached pairs and atoms of one with the same calls, results and roles."""
+    for name in ("pairs", "groups", "group_index", "cuts"):
+        if name in structure:
+            vars(view).setdefault(name, structure[name])
+    return view
 
 
 def externalise(
@@ -252,7 +283,7 @@ def externalise(
         new = edit.set_text(block, dry.pointer(block.text, preview), "mask")
         if _gain(context, view.messages[place[0]], place[1], new) > 0:
             changed[place] = store.pointer(block.text, preview)
-    return edit.mask(view, changed) if changed else view
+    return masked(view, changed)
 
 
 def truncate(

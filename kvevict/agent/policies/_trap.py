@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvevict.agent import edit
 from kvevict.agent.history import Address, Block, History
 from kvevict.agent.message_policy import Context
-from kvevict.agent.verbs import LANGUAGE, ask_summary, choose, compact, mask, outputs, steps
+from kvevict.agent.verbs import LANGUAGE, ask_summary, choose, compact, mask, others, outputs, steps
 from kvevict.policies import Window
 
 PREFIX = "[Summary of the earlier steps]\n"
@@ -53,7 +53,7 @@ def summarise_oldest(
     if not chosen:
         return None
     end = view.groups[chosen[-1]].stop
-    gone = {i for i in range(view.prefix, end) if i not in roots}
+    gone = others(view, roots, end)
     text = ask_summary(
         view, context, gone, PROMPT, HEADINGS, budget, lambda summary: PREFIX + summary
     )

@@ -15,6 +15,7 @@ from kvevict.agent.verbs import (
     choose,
     compact,
     is_masked,
+    others,
     outputs,
     steps,
     whole,
@@ -105,7 +106,7 @@ class Acon(MessagePolicy, name="acon"):
         recent = {g for g, stays in zip(acted, kept, strict=True) if stays}
         tail = {i for g in recent for i in range(view.groups[g].start, view.groups[g].stop)}
         roots = whole(view, self.roots(view) | tail)
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         prompt = f"{self.text()}\n{LANGUAGE}"
         text = ask_summary(view, context, gone, prompt, HEADINGS, self.summary_tokens, _wrap)
         if text is None:

@@ -6,7 +6,7 @@ from kvevict.agent import edit
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage
 from kvevict.agent.policies._roots import edited_files
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
 
 PREFIX = "[Handoff from an earlier thread]"
 HEADINGS = ("What matters for the goal", "Decisions", "State", "Open questions")
@@ -46,7 +46,7 @@ class AmpHandoff(MessagePolicy, name="amp_handoff"):
 
     def _handoff(self, view: History, context: Context) -> History | None:
         roots = self.roots(view)
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         goal = context.moment.focus
         files = edited_files(view)[-self.files :] if self.files else []
 

@@ -6,7 +6,7 @@ from kvevict.agent import edit
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage
 from kvevict.agent.policies._compaction import before_compaction, has_compaction
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
 from kvevict.errors import PolicyError
 
 PREFIX = "<summary>\n"
@@ -69,7 +69,7 @@ class AnthropicCompact(MessagePolicy, name="anthropic_compact"):
         roots = self.roots(view)
         if self.pause_after_compaction and view.groups:
             roots |= set(range(view.groups[-1].start, len(view)))
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         prompt = self.instructions or PROMPT
         text = ask_summary(view, context, gone, prompt, (), self.summary_tokens, wrap)
         if text is None:

@@ -24,6 +24,7 @@ from kvevict.agent.verbs import (
     externalise,
     loop_thinking,
     mask,
+    others,
     outputs,
     steps,
     whole,
@@ -173,7 +174,7 @@ class ClaudeCode(MessagePolicy, name="claude_code"):
 
     def _autocompact(self, view: History, context: Context) -> History | None:
         roots = self.roots(view)
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         resources = context.services.resources
         notes = resources.session_memory() if resources is not None else ""
         text: str | None = notes.strip() or None

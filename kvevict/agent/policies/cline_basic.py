@@ -14,7 +14,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import choose, compact, is_inserted, real_users
+from kvevict.agent.verbs import choose, compact, is_inserted, others, real_users
 from kvevict.policies import Window
 
 PREFIX = "<SYSTEM_NOTICE>\n"
@@ -68,7 +68,7 @@ class ClineBasic(MessagePolicy, name="cline_basic"):
         room = max(1, int(context.limits.window * self.target) - context.limits.overhead)
         kept = choose(Window(room), sizes, [i in roots for i in users])
         stay = roots | {i for i, stays in zip(users, kept, strict=True) if stays}
-        gone = {i for i in range(len(view)) if i not in stay}
+        gone = others(view, stay)
         if not any(not is_inserted(view.messages[i]) for i in gone):
             return None
         notice = edit.inserted(self.notice(view, gone))

@@ -13,7 +13,15 @@ from kvevict.agent.policies._codex import (
     stale_developer,
     wrap,
 )
-from kvevict.agent.verbs import anchors, ask_summary, choose, compact, middle_out, real_users
+from kvevict.agent.verbs import (
+    anchors,
+    ask_summary,
+    choose,
+    compact,
+    middle_out,
+    others,
+    real_users,
+)
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 
@@ -78,7 +86,7 @@ class CodexLocal(MessagePolicy, name="codex_local"):
     def _compact(self, view: History, context: Context) -> History | None:
         kept, cut = self.kept_users(view, context)
         keep = self.roots(view) | kept | set(cut)
-        gone = {i for i in range(len(view)) if i not in keep}
+        gone = others(view, keep)
         text = ask_summary(view, context, gone, PROMPT, HEADINGS, self.summary_tokens, wrap)
         if text is None:
             return None

@@ -14,7 +14,7 @@ from kvevict.agent.policies._codex import (
     wrap,
 )
 from kvevict.agent.policies._compaction import last_compaction
-from kvevict.agent.verbs import anchors, ask_summary, choose, compact, drop, real_users
+from kvevict.agent.verbs import anchors, ask_summary, choose, compact, drop, others, real_users
 from kvevict.policies import Window
 
 
@@ -82,12 +82,12 @@ class CodexRemote(MessagePolicy, name="codex_remote"):
         if at is None:
             return None
         keep = self.roots(view) | self._retained(view, context)
-        gone = {i for i in range(view.group_of(at).start) if i not in keep}
+        gone = others(view, keep, view.group_of(at).start)
         return drop(view, gone) if gone else None
 
     def _compact(self, view: History, context: Context) -> History | None:
         keep = self.roots(view) | self._retained(view, context)
-        gone = {i for i in range(len(view)) if i not in keep}
+        gone = others(view, keep)
         text = ask_summary(
             view, context, gone, PROMPT, HEADINGS, self.summary_tokens, wrap, self.clip
         )

@@ -22,6 +22,8 @@ from kvevict.agent.verbs import (
     choose,
     compact,
     is_masked,
+    masked,
+    others,
     outputs,
     plain,
     real_users,
@@ -100,7 +102,7 @@ class GeminiCompress(MessagePolicy, name="gemini_compress"):
         ]
         store = context.services.store
         texts = {at: _excerpt(view.block(at), store, self.excerpt) for at in old}
-        return edit.mask(view, texts) if texts else None
+        return masked(view, texts)
 
     def split(self, view: History) -> int:
         """Return the first message that stays."""
@@ -123,7 +125,7 @@ class GeminiCompress(MessagePolicy, name="gemini_compress"):
     def _compress(self, view: History, context: Context) -> History | None:
         cut = self.split(view)
         roots = self.roots(view)
-        gone = {i for i in range(view.prefix, cut) if i not in roots}
+        gone = others(view, roots, cut)
         text = ask_summary(view, context, gone, PROMPT, HEADINGS, self.summary_tokens, _wrap)
         if text is None:
             return None

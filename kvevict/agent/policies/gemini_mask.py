@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from kvevict.agent import edit
 from kvevict.agent.graphemes import cut_after, cut_before
 from kvevict.agent.history import Address, Block, History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage, check_count
 from kvevict.agent.store import Store
-from kvevict.agent.verbs import block_size, choose, is_masked, mask, outputs
+from kvevict.agent.verbs import block_size, choose, is_masked, mask, masked, outputs
 from kvevict.policies import Window
 
 EXEMPT = ("activate_skill", "ask_user", "enter_plan_mode", "exit_plan_mode")
@@ -78,4 +77,4 @@ class GeminiMask(MessagePolicy, name="gemini_mask"):
         texts = {
             place: snippet(view.block(place), store, self.preview, self.preview) for place in chosen
         }
-        return edit.mask(view, texts) if texts else None
+        return masked(view, texts)

@@ -12,7 +12,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
 
 PREFIX = "[Summary of the messages before]\n"
 PROMPT = (
@@ -77,7 +77,7 @@ class LettaSliding(MessagePolicy, name="letta_sliding"):
     def _slide(self, view: History, context: Context) -> History | None:
         cut = self.cutoff(view, context)
         roots = self.roots(view)
-        gone = {i for i in range(view.prefix, cut) if i not in roots}
+        gone = others(view, roots, cut)
         text = ask_summary(view, context, gone, PROMPT, (), self.summary_tokens, _wrap, self.clip)
         if text is None:
             return None

@@ -12,7 +12,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, whole
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others, whole
 
 WARNING = (
     "Warning: the conversation history will soon reach its maximum length and be trimmed. Make "
@@ -100,7 +100,7 @@ class MemGPT(MessagePolicy, name="memgpt"):
         cut = self.cutoff(view, context)
         last = set(range(max(0, len(view) - self.keep_last), len(view)))
         roots = whole(view, self.roots(view) | last)
-        gone = {i for i in range(view.prefix, cut) if i not in roots}
+        gone = others(view, roots, cut)
         if len(gone) <= 1:
             return None  # one message cannot be summarised into fewer: no endless loop
         counts = f"({len(gone)} of {context.moment.seen} messages)"

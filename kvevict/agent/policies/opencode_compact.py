@@ -20,6 +20,7 @@ from kvevict.agent.verbs import (
     compact,
     mask,
     oldest_until,
+    others,
     real_users,
 )
 
@@ -115,7 +116,7 @@ class OpenCodeCompact(MessagePolicy, name="opencode_compact"):
 
     def _compact(self, view: History, context: Context) -> History | None:
         keep = self.roots(view) | self.tail(view, context)
-        gone = {i for i in range(len(view)) if i not in keep}
+        gone = others(view, keep)
         prompt = PROMPT
         text = ask_summary(
             view, context, gone, prompt, HEADINGS, self.summary_tokens, _wrap, self.clip

@@ -13,7 +13,7 @@ from kvevict.agent.message_policy import (
     check_share,
 )
 from kvevict.agent.summarizers import SummaryInput
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, plain, whole
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others, plain, whole
 from kvevict.errors import PolicyError
 
 PREFIX = "<CONVERSATION SUMMARY>\n"
@@ -119,7 +119,7 @@ class OpenHands(MessagePolicy, name="openhands"):
 
     def _reset(self, view: History, context: Context) -> History | None:
         roots = self.roots(view)
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         limit = sum(context.size(view.messages[i]) for i in gone)
         clip = max((len(b.text) for i in gone for b in view.messages[i].blocks), default=0)
         for _ in range(self.tries):

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from kvevict.agent import edit
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
 
 PREFIX = "The conversation history before this point was compacted into the following summary:\n"
 HEADINGS = (
@@ -69,7 +69,7 @@ class Pi(MessagePolicy, name="pi"):
     def _compact(self, view: History, context: Context) -> History | None:
         cut = max(self.cutoff(view, context), view.prefix)
         roots = self.roots(view)
-        gone = {i for i in range(view.prefix, cut) if i not in roots}
+        gone = others(view, roots, cut)
         prompt = PROMPT
         turn = next((t for t in view.turns if t.start < cut < t.stop), None)
         if turn is not None:

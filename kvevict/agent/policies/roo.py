@@ -7,7 +7,7 @@ from kvevict.agent import edit
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._roots import edited_files
-from kvevict.agent.verbs import LANGUAGE, anchors, ask_summary, compact, real_users, whole
+from kvevict.agent.verbs import LANGUAGE, anchors, ask_summary, compact, others, real_users, whole
 from kvevict.errors import PolicyError
 
 PREFIX = "[Conversation summary]\n"
@@ -49,6 +49,7 @@ class Roo(MessagePolicy, name="roo"):
     condense: bool = True
 
     markers = (PREFIX, HIDDEN)
+    passes = 8  # halves until the request fits
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -74,7 +75,7 @@ class Roo(MessagePolicy, name="roo"):
 
     def _condense(self, view: History, context: Context) -> History | None:
         roots = self.roots(view)
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         first = real_users(view)[:1]
         commands = _COMMAND.findall(view.messages[first[0]].text) if first else []
         files = edited_files(view)

@@ -22,6 +22,7 @@ from kvevict.agent.verbs import (
     is_masked,
     loop_thinking,
     mask,
+    others,
     outputs,
     whole,
 )
@@ -117,10 +118,10 @@ class Shape(MessagePolicy, name="shape"):
         kept = choose(Window(max(1, recent)), sizes, group=groups)
         tail = {i for i, stays in enumerate(kept) if stays}
         roots = whole(view, self.roots(view) | tail | loop_thinking(view))
-        gone = {i for i in range(len(view)) if i not in roots}
+        gone = others(view, roots)
         if sum(sizes[i] for i in gone) < sum(sizes) // 4:  # one long loop: only its last part stays
             roots = whole(view, self.roots(view) | tail)
-            gone = {i for i in range(len(view)) if i not in roots}
+            gone = others(view, roots)
         text = ask_summary(view, context, gone, PROMPT, HEADINGS, self.summary_tokens, _wrap)
         if text is None:
             return None
