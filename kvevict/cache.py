@@ -15,6 +15,7 @@ from kvevict.plan import Plan
 from kvevict.policy import Policy, parse
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer
+from kvevict.shared import Heads, Ledger, ledgers
 
 __all__ = ["EvictionCache", "EvictionLayer", "RankedLayer", "RingLayer"]
 
@@ -82,6 +83,8 @@ class EvictionCache(Cache):
         self._broken = False
         self._open = False
         self._ready = False
+        self._heads: Heads | None = None
+        self._ledgers: list[Ledger] = []
         self.layers = []
         if not self._given.has_shares:
             self._make_layers()
@@ -229,6 +232,9 @@ class EvictionCache(Cache):
         self._map_rows(lambda t: t.index_select(0, indices.to(t.device)))
 
     def _map_rows(self, change: Any) -> None:
+        self._ledgers = []
+        if self._heads is not None:
+            self._heads.drop()
         if isinstance(self._row_seen, Tensor):
             self._row_seen = change(self._row_seen)
 
@@ -286,6 +292,8 @@ class EvictionCache(Cache):
             position = torch.arange(start, start + length, device=device)[None]
         self._rebase(self._seen if padded else start, length)  # columns bound a padded row's tokens
         plan = Plan(length, self._seen, padded, position, row_seen, start, self._base)
+        if length == 1 and not padded:
+            plan.ledgers = self._open_ledgers()
         for layer in self.layers:
             if isinstance(layer, EvictionLayer):
                 layer.plan = plan
@@ -306,11 +314,22 @@ class EvictionCache(Cache):
         plan = next(x.plan for x in self.layers if isinstance(x, EvictionLayer))
         assert plan is not None
         self._seen += plan.length
+        for ledger in plan.ledgers:
+            ledger.evict(plan.start + 1)
         if plan.padded:
             self._row_seen = plan.after(plan.position.device)
         else:
             self._row_seen = plan.start + plan.length
         self._open = False
+
+    def _open_ledgers(self) -> list[Ledger]:
+        """Return the ledgers once every ranked layer is full and frees one slot a token."""
+        ranked = [x for x in self.layers if isinstance(x, RankedLayer)]
+        if self.evict_every != 1 or not ranked or any(x.free is None for x in ranked):
+            self._ledgers = []
+        elif not self._ledgers:
+            self._ledgers = ledgers(ranked)
+        return self._ledgers
 
     def shift_stream(self, start: int) -> None:
         """From here on, count (and, with original positions, feed) tokens as if `start` later."""
@@ -379,9 +398,14 @@ class EvictionCache(Cache):
         """Resolve "auto" and give every layer its rotation."""
         self.positions, ropes = handle.settle_positions(self.policy, self._asked[0], self.layers)
         self.backend = handle.settle_backend(self._asked[1])
+        rings = [x for x in self.layers if isinstance(x, RingLayer)]
+        heads = Heads(rings)
         for layer, rope in zip(self.layers, ropes, strict=True):
             if isinstance(layer, EvictionLayer):
                 layer.rope = rope
+            if isinstance(layer, RingLayer):
+                layer.heads = heads
+        self._heads = heads
         self._limit = handle.position_limit
         self._ready = True
 

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvevict.shared import Ledger
+
 
 @dataclass
 class Plan:
@@ -22,6 +24,7 @@ class Plan:
         start: the same as an int; meaningless when padded.
         base: what is subtracted from an index to give the position that the model was fed.
         memo: results that layers share within this forward (masks, cosines), by key.
+        ledgers: where one token's positions and victims are kept for all layers at once.
     """
 
     length: int
@@ -31,6 +34,7 @@ class Plan:
     row_seen: Tensor
     start: int
     base: int
+    ledgers: list[Ledger] = field(default_factory=list)
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -22,7 +22,7 @@ class RankedLayer(EvictionLayer):
         self.position: Tensor | None = None  # int64 [B, H, C]
         self.score: Tensor | None = None  # float32 [B, H, C]
         self.free: Tensor | None = None  # int64 [B, H], the slot to write next; None: `length`
-        self._rows: Tensor | None = None
+        self.row: Tensor | None = None  # int64 [B*H], the free slots' rows in the flat buffers
 
     def _allocate_state(self, B: int, H: int, slots: int, device: torch.device) -> None:
         self.position = torch.full((B, H, slots), -1, dtype=torch.int64, device=device)
@@ -39,8 +39,10 @@ class RankedLayer(EvictionLayer):
     def _step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         assert self.position is not None
         assert self.score is not None
-        position, _ = plan.on(self.device)
-        if self.free is None and not plan.padded:
+        if plan.ledgers:
+            plan.shared("taken in", lambda: [x.take_in(plan.start) for x in plan.ledgers])
+            self._write(k, v)
+        elif self.free is None and not plan.padded:
             slot = self.length
             self.keys[:, :, slot] = k[:, :, 0]
             self.values[:, :, slot] = v[:, :, 0]
@@ -51,19 +53,19 @@ class RankedLayer(EvictionLayer):
             if self.free is None:
                 self._free_slots(plan, before=True)
             assert self.free is not None
-            B, H, C, D = self.keys.shape
-            if self._rows is None or len(self._rows) != B * H:
-                self._rows = torch.arange(B * H, device=self.device) * C
-            row = self._rows + self.free.view(-1)
-            self.keys.view(-1, D).index_copy_(0, row, k.reshape(-1, D))
-            self.values.view(B * H * C, -1).index_copy_(0, row, v.reshape(B * H, -1))
-            if plan.padded:
-                now = position[:, :, None].expand(-1, H, -1).reshape(-1)
-                self.position.view(-1).index_copy_(0, row, now)
-            else:
-                self.position.view(-1).index_fill_(0, row, plan.start)
-            self.score.view(-1).index_fill_(0, row, 0.0)
+            B, H, C, _ = self.keys.shape
+            self.row = torch.arange(B * H, device=self.device) * C + self.free.view(-1)
+            self._write(k, v)
+            now = plan.on(self.device)[0][:, :, None].expand(B, H, 1)
+            self.position.scatter_(2, self.free[..., None], now)
+            self.score.scatter_(2, self.free[..., None], 0.0)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def _write(self, k: Tensor, v: Tensor) -> None:
+        """Overwrite every head's free slot with its new key and value."""
+        for buffer, new in ((self.keys, k), (self.values, v)):
+            D = buffer.shape[3]
+            buffer.view(-1, D).index_copy_(0, self.row, new.reshape(-1, D))
 
     def _extend(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         self._close_hole(plan)
@@ -109,7 +111,8 @@ class RankedLayer(EvictionLayer):
             return
         if column_sums is not None:
             self._add(self.score[:, :, : self.length], column_sums, plan)
-        self._free_slots(plan)
+        if not plan.ledgers:  # else one selection for all layers follows the last of them
+            self._free_slots(plan)
 
     def _add(self, score: Tensor, column_sums: Tensor, plan: Plan) -> None:
         if self.policy.scores == "last":

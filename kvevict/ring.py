@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvevict.layers import EvictionLayer
 from kvevict.plan import Plan
+from kvevict.shared import Heads
 
 
 class RingLayer(EvictionLayer):
@@ -22,7 +23,8 @@ class RingLayer(EvictionLayer):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self.sink_keys: Tensor | None = None  # the head as it arrived, once it had to be turned
+        self.heads: Heads | None = None  # set by the cache
+        self.turned = False  # whether the head in the buffer is turned for the last query
 
     @property
     def head(self) -> int:
@@ -105,22 +107,17 @@ class RingLayer(EvictionLayer):
 
     def _turn_head(self, plan: Plan) -> None:
         """Turn the head's keys so that the one query sees them at their distance in the cache."""
-        if self.rope is None or not self.head or self.rope.style == "none":
+        heads = self.heads
+        if heads is None or self.rope is None or not self.head:
             return
         shift = head_shift(plan.start, plan.base, self.head, self.window)
-        if shift == 0 and self.sink_keys is None:
-            return
-        if self.sink_keys is None:
-            self.sink_keys = self.keys[:, :, : self.head].clone()
-        turn = plan.shared(
-            ("head", self.rope.key, self.device), lambda: self.rope.turn(shift, self.device)
-        )
-        self.keys[:, :, : self.head] = self.rope.rotate(self.sink_keys, turn)
+        if shift or self.turned:
+            plan.shared("heads", lambda: heads.turn(plan, shift))
 
     def _restore_head(self) -> None:
-        if self.sink_keys is not None:
-            self.keys[:, :, : self.head] = self.sink_keys
-            self.sink_keys = None
+        if self.turned and self.heads is not None:
+            self.heads.restore(self)
+            self.turned = False
 
     def rebase(self, by: int) -> None:
         """Turn the stored window back by so many positions, once, from float64 angles."""
@@ -207,8 +204,9 @@ class RingLayer(EvictionLayer):
                 more = old.new_zeros(*old.shape[:2], extra, old.shape[3])
                 setattr(self, name, torch.cat([old, more], 2))
 
-    def _state_names(self) -> tuple[str, ...]:
-        return ("keys", "values", "sink_keys")
+    def _map_rows(self, change: Any) -> None:
+        self._restore_head()
+        super()._map_rows(change)
 
 
 def head_shift(start: Any, base: int, head: int, window: int | None) -> Any:

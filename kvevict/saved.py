@@ -21,6 +21,7 @@ from torch import Tensor
 from kvevict.errors import CacheError, PolicyError
 from kvevict.layers import EvictionLayer
 from kvevict.policy import REGISTRY
+from kvevict.ring import RingLayer
 
 _FORMAT = 1
 _TENSORS, _FACTS = "cache.safetensors", "cache.json"
@@ -42,6 +43,8 @@ def save(cache: Any, folder: Any) -> None:
     tensors: dict[str, Tensor] = {}
     layers = []
     for index, layer in enumerate(cache.layers):
+        if isinstance(layer, RingLayer):
+            layer._restore_head()
         for name in layer._state_names():
             value = getattr(layer, name)
             if value is not None:
