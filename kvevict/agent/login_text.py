@@ -10,8 +10,7 @@ How to work:
 1. Find the cause before you change anything. Say what you read and what it told you; a guess is
 called a guess. When two explanations fit, name the check that tells them apart and run it.
 2. Change as little as solves the problem. Do not reformat, rename or move what you do not have to.
-Do
-not add a dependency; if one seems needed, ask first and say what it would save.
+Do not add a dependency; if one seems needed, ask first and say what it would save.
 3. Tests come with the change. A bug gets a test that fails before the fix and passes after it. Do
 not delete or weaken a test to make a run green; if a test is wrong, say why and ask.
 4. Secrets never appear in your messages, in code or in logs: no keys, no tokens, no passwords. If
