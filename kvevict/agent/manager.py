@@ -189,7 +189,7 @@ class HistoryManager:
         first = replace(full, messages=(*self._base, *full.messages[state.at :]))
         first = grown(self._view, first)
         again = len(full) == state.seen and bool(state.seen) and same == len(full)
-        anchored = Anchored(self.counter, prior=None)
+        anchored = Anchored(_Sized(self), prior=None)
         anchored.anchor = state.anchor
         if found is not None and not again:
             self._observe(anchored, first)(found)
@@ -328,7 +328,7 @@ class _Call:
         moment = Moment(len(manager._intake.full), **wishes[-1]) if wishes else Moment(len(view))
         context = Context(limits, services, moment, manager._size, memory)
         estimate = context.estimate(view) + fixed
-        total = anchored.predict(view.messages, fixed)
+        total = anchored.predict(view.messages, fixed) if anchored.anchor else estimate
         self.context = replace(context, ratio=total / estimate if estimate else 1.0)
 
     def summarise(
@@ -388,6 +388,19 @@ class _Call:
                 actions.append(Action(next(iter(wish)), verb, True, "asked for", freed))
                 view = new
         return view, actions
+
+
+@dataclass(frozen=True)
+class _Sized:
+    """A manager's counter, with the sizes that it has worked out already."""
+
+    manager: HistoryManager
+
+    def text(self, text: str) -> int:
+        return self.manager.counter.text(text)
+
+    def message(self, message: Message) -> int:
+        return self.manager._size(message)
 
 
 @dataclass(frozen=True)

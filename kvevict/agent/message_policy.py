@@ -12,7 +12,7 @@ import importlib
 import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal
 
@@ -106,6 +106,7 @@ class Context:
     memory: dict[str, Any]
     ratio: float = 1.0
     failures: int = 0
+    _sums: dict[int, tuple[History, int]] = field(default_factory=dict)
 
     def sizes(self, view: History) -> list[int]:
         """Return the tokens of each message."""
@@ -113,7 +114,10 @@ class Context:
 
     def estimate(self, view: History) -> int:
         """Return the estimated tokens of the messages alone."""
-        return sum(map(self.size, view.messages))
+        known = self._sums.get(id(view))
+        if known is None or known[0] is not view:
+            known = self._sums[id(view)] = (view, sum(map(self.size, view.messages)))
+        return known[1]
 
     def total(self, view: History) -> int:
         """Return the tokens of the whole request, corrected by the provider's last count."""
@@ -409,8 +413,3 @@ def changes(old: History, new: History) -> tuple[tuple[int, ...], int]:
     )
     known = {id(m) for m in old.messages}
     return touched, sum(1 for m in new.messages if m.index < 0 and id(m) not in known)
-
-
-def with_ratio(context: Context, ratio: float) -> Context:
-    """Return the context with another ratio of counted to estimated tokens."""
-    return replace(context, ratio=ratio)

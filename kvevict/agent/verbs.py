@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvevict.agent import edit
+from kvevict.agent.formats import get_format
 from kvevict.agent.graphemes import shorten
 from kvevict.agent.history import THINKING_KINDS, Address, Block, History, Message
 from kvevict.agent.message_policy import REGISTRY, Context
@@ -342,10 +343,19 @@ def middle_out(text: str, tokens: int, context_size: Callable[[str], int]) -> st
 
 
 def drop(view: History, gone: Collection[int]) -> History:
-    """Drop messages; a group of which any message stays, stays whole."""
-    stays = whole(view, [i for i in range(len(view)) if i not in set(gone)])
-    left = [i for i in gone if i not in stays]
-    return edit.drop_messages(view, left) if left else view
+    """Drop messages; a group of which any message stays, stays whole.
+
+    Where the format wants a user message first (I5) the nearest one before the rest stays too.
+    """
+    lost = set(gone)
+    stays = whole(view, [i for i in range(len(view)) if i not in lost])
+    lost -= stays
+    if lost and get_format(view.format).rules.first_user:
+        first = next((i for i in range(view.prefix, len(view)) if i not in lost), len(view))
+        if first < len(view) and view.messages[first].role != "user":
+            openings = [g for g in view.groups if g.role == "user" and g.stop <= first]
+            lost -= {i for g in openings[-1:] for i in range(g.start, g.stop)}
+    return edit.drop_messages(view, lost) if lost else view
 
 
 def oldest_until(view: History, context: Context, roots: Collection[int], need: int) -> set[int]:

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from kvevict.agent.formats import get_format
 from kvevict.agent.history import History
-from kvevict.agent.verbs import drop, real_users
+from kvevict.agent.verbs import drop, others
 
 
 def has_compaction(view: History) -> bool:
@@ -32,10 +31,5 @@ def before_compaction(view: History, roots: set[int]) -> History | None:
     shell = view.shell if isinstance(view.shell, Mapping) else {}
     if at is None or shell.get("previous_response_id"):
         return None
-    gone = {i for i in range(int(view.groups[int(view.group_index[at])].start)) if i not in roots}
-    if get_format(view.format).rules.first_user:
-        # The first message must be a user's (I5): the one nearest before stays.
-        left = [i for i in range(view.prefix, len(view)) if i not in gone]
-        if left and view.messages[left[0]].role != "user":
-            gone -= set([i for i in real_users(view) if i < left[0]][-1:])
+    gone = others(view, roots, view.group_of(at).start)
     return drop(view, gone) if gone else None
