@@ -107,6 +107,11 @@ class Guideline:
     accepted: bool = True
 
 
+def _rank(guideline: Guideline) -> tuple[float, int, int]:
+    score = -1.0 if guideline.score is None else guideline.score
+    return score, -len(guideline.text), -guideline.version
+
+
 @dataclass(frozen=True)
 class Guidelines:
     """All versions of a guideline, tried and rejected ones too.
@@ -119,9 +124,9 @@ class Guidelines:
 
     @property
     def best(self) -> Guideline:
-        """The accepted version with the highest score; of equal ones the older."""
+        """The accepted version with the highest score; of equal ones the shorter, then the older."""
         accepted = [g for g in self.versions if g.accepted]
-        return max(accepted, key=lambda g: (-1.0 if g.score is None else g.score, -g.version))
+        return max(accepted, key=_rank)
 
     def save(self, path: str | Path) -> None:
         """Write all versions as JSON."""

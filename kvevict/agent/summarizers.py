@@ -386,7 +386,8 @@ class OpenAISummarizer:
         data = tenacity.Retrying(
             retry=tenacity.retry_if_exception(again),
             stop=tenacity.stop_after_attempt(self.retries),
-            wait=tenacity.wait_exponential_jitter(initial=self.wait, max=30, jitter=self.wait),
+            wait=tenacity.wait_exponential(multiplier=self.wait, max=30)
+            + tenacity.wait_random(0, self.wait),
             reraise=True,
         )(ask)
         try:
