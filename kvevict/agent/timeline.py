@@ -6,6 +6,7 @@ page. Everything that comes from a session is escaped; the page loads nothing.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -35,9 +36,11 @@ table { border-collapse: collapse; margin: 1rem 0 } td, th { padding: .2rem .7re
 .window { stroke: #c33; stroke-dasharray: 4 3 } .broke { stroke: #c33; stroke-width: 1.5 }
 </style></head><body>
 <h1>{{ title }}</h1>
-<p>{{ messages }} messages, {{ results[0].calls }} model calls. Each row of a picture is a call, each
-column a message of the full history; a red mark at the left is a prefix break (the prompt cache is
-written anew behind it), a red row end a request beyond the window.</p>
+<p>{{ messages }} messages, {{ results[0].calls }} model calls. Each row of a picture is a call,
+each
+column a message of the full history (neighbours share one where there are many); a red mark at the
+left is a prefix break (the prompt cache is written anew behind it), a red row end a request beyond
+the window.</p>
 <p class="key">{% for state in states %}<span><i class="{{ state }}"></i>{{ state }}</span>
 {% endfor %}</p>
 <table><tr><th>policy</th><th>calls</th><th>mean context</th><th>peak</th><th>prefix breaks</th>
@@ -51,11 +54,11 @@ written anew behind it), a red row end a request beyond the window.</p>
 {% if p.acted %}({{ p.acted }}){% endif %}</figcaption>
 <svg viewBox="0 0 {{ width + 130 }} {{ p.height + 18 }}" role="img"
  aria-label="What became of each message at each call under {{ p.policy }}">
-{% for row in p.rows %}{% for run in row.runs %}<rect class="{{ run.state }}" x="{{ run.x }}"
- y="{{ row.y }}" width="{{ run.width }}" height="{{ p.step }}"><title>call {{ row.call }}, messages
- {{ run.first }} to {{ run.last }}: {{ run.state }}{% if row.stages %}
- ({{ row.stages }}){% endif %}</title></rect>
-{% endfor %}{% if row.broke %}<path class="broke" d="M0 {{ row.mid }}h6"/>{% endif %}
+{% for row in p.rows %}<g><title>call {{ row.call }}: {{ row.counts }}{% if row.stages %}
+; {{ row.stages }}{% endif %}</title>
+{% for run in row.runs %}<rect class="{{ run.state }}" x="{{ run.x }}" y="{{ row.y }}"
+ width="{{ run.width }}" height="{{ p.step }}"/>
+{% endfor %}</g>{% if row.broke %}<path class="broke" d="M0 {{ row.mid }}h6"/>{% endif %}
 {% if row.over %}<path class="broke" d="M{{ width + 8 }} {{ row.mid }}h6"/>{% endif %}
 {% endfor %}<polyline class="context" points="{{ p.line }}"/>
 <path class="window" d="M{{ p.window_x }} 0v{{ p.height }}"/>
@@ -65,7 +68,8 @@ written anew behind it), a red row end a request beyond the window.</p>
 {% endfor %}</body></html>
 """
 _WIDTH = 800
-_ROWS = 260  # rows of a picture; longer sessions show every n-th call
+_ROWS = 200  # rows of a picture; longer sessions show every n-th call
+_COLUMNS = 250  # columns of a picture; in longer sessions neighbours share one
 
 
 def timeline(history: History, results: Sequence[ReplayResult], title: str = "Replay") -> str:
@@ -94,29 +98,22 @@ def timeline(history: History, results: Sequence[ReplayResult], title: str = "Re
 
 def _picture(result: ReplayResult, total: int, top: int) -> dict[str, Any]:
     every = -(-len(result.steps) // _ROWS)
-    # Calls at which something happened are always shown.
-    shown = [s for s in result.steps if s.call % every == 0 or (s.broke and every > 1)]
+    shown = [s for s in result.steps if s.call % every == 0 or s is result.steps[-1]]
     step = max(1.0, min(14.0, 420 / max(1, len(shown))))
     rows, line = [], []
     for n, s in enumerate(shown):
-        first, runs, y = 0, [], round(n * step, 2)
+        y = round(n * step, 2)
+        runs = _runs(s.marks, total)
+        counts: Counter[str] = Counter()
         for state, count in s.marks:
-            runs.append(
-                {
-                    "state": state,
-                    "x": round(10 + first * _WIDTH / total, 2),
-                    "width": round(count * _WIDTH / total, 2),
-                    "first": first,
-                    "last": first + count - 1,
-                }
-            )
-            first += count
+            counts[state] += count
         rows.append(
             {
                 "call": s.call,
                 "y": y,
                 "mid": round(y + step / 2, 2),
                 "runs": runs,
+                "counts": ", ".join(f"{count} {state}" for state, count in counts.items()),
                 "broke": s.broke,
                 "over": s.over,
                 "stages": ", ".join(s.stages),
@@ -133,3 +130,21 @@ def _picture(result: ReplayResult, total: int, top: int) -> dict[str, Any]:
         "window": f"{result.window:,}",
         "window_x": round(_WIDTH + 30 + result.window / top * 90, 1),
     }
+
+
+def _runs(marks: Sequence[tuple[str, int]], total: int) -> list[dict[str, Any]]:
+    """Return a row's rectangles: each column shows the state that most of its messages have."""
+    states = [state for state, count in marks for _ in range(count)]
+    columns = min(total, _COLUMNS)
+    runs: list[dict[str, Any]] = []
+    last = ""
+    for c in range(columns):
+        inside = states[c * total // columns : (c + 1) * total // columns]
+        state = max(STATES, key=inside.count) if inside else ""
+        width = _WIDTH / columns
+        if state and state == last:
+            runs[-1]["width"] = round(runs[-1]["width"] + width, 2)
+        elif state:
+            runs.append({"state": state, "x": round(10 + c * width, 2), "width": round(width, 2)})
+        last = state
+    return runs
