@@ -129,7 +129,7 @@ def test_validate_tells_and_repairs(tmp_path):
         ("{", "no JSON"),
         ('{"a": 1}\n{"b":', "line 2"),
         ("7", "not recognised"),
-        ('[{"role": "wizard", "content": ""}]', "not recognised"),
+        ('[{"role": "wizard", "content": ""}]', "messages[0].role"),
         ('[{"role": "user", "content": [{"type": "ray"}]}, {"role": "user"}]', ""),
         ("[" * 100_000, "nested"),
         ('[{"role": "assistant", "content": "", "tool_calls": [{"function": 3}]}]', ""),

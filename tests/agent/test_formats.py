@@ -291,7 +291,13 @@ def test_unreadable_part_raises_with_index_and_path(obj, name, index, path):
     assert (caught.value.index, caught.value.path) == (index, path)
 
 
-@pytest.mark.parametrize("obj", [None, 7, "x", {}, {"a": 1}, [1], [{"role": "x"}], [[]]])
+def test_unknown_role_is_pointed_at_even_where_no_format_is_named():
+    with pytest.raises(HistoryError, match="known: system") as caught:
+        to_normal([{"role": "user", "content": "x"}, {"role": "wizard", "content": "y"}])
+    assert (caught.value.index, caught.value.path) == (1, "messages[1].role")
+
+
+@pytest.mark.parametrize("obj", [None, 7, "x", {}, {"a": 1}])
 def test_unrecognised_object_raises_and_names_the_formats(obj):
     with pytest.raises(HistoryError, match="anthropic"):
         to_normal(obj)

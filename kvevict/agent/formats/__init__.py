@@ -20,6 +20,9 @@ from kvevict.errors import HistoryError
 __all__ = ["Format", "Reader", "detect", "format_names", "from_normal", "get_format", "to_normal"]
 
 
+_ROLES = ("system", "developer", "user", "assistant", "tool", "function", "ipython")
+
+
 @cache
 def _load() -> None:
     for module in pkgutil.iter_modules(__path__):
@@ -54,11 +57,31 @@ def detect(obj: Any) -> str:
     scores = {name: form.detect(obj) for name, form in sorted(FORMATS.items())}
     best = max(scores, key=lambda name: scores[name])
     if scores[best] <= 0:
+        _point_at_fault(obj)
         raise HistoryError(
             "the format is not recognised: give a list of messages, a request with `messages` or "
             f"`input`, or a log, and name its format ({', '.join(sorted(FORMATS))})"
         )
     return best
+
+
+def _point_at_fault(obj: Any) -> None:
+    """Raise for the first message whose role no format knows, where that is the reason."""
+    key = next((k for k in ("messages", "input") if isinstance(obj, dict) and k in obj), "")
+    items = obj[key] if key else obj
+    where = key or "messages"
+    for i, item in enumerate(items if isinstance(items, list) else ()):
+        path = f"{where}[{i}]"
+        if not isinstance(item, dict):
+            raise HistoryError(f"{path}: expected an object, got {type(item).__name__}", i, path)
+        role = item.get("role")
+        if "role" in item and role not in _ROLES:
+            known = ", ".join(_ROLES)
+            raise HistoryError(
+                f"{path}.role: unknown role {role!r}; known: {known}", i, f"{path}.role"
+            )
+        if not {"role", "type"} & set(item):
+            raise HistoryError(f"{path}: has no role", i, path)
 
 
 def to_normal(obj: Any, format: str = "auto") -> History:
