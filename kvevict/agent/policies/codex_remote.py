@@ -94,7 +94,8 @@ class CodexRemote(MessagePolicy, name="codex_remote"):
         if text is None:
             return None
         if context.services.opaque and view.format == "openai-responses":
-            return compact(view, gone, after=[_item(text)])
+            users = real_users(view)  # the item stands before the last one, who is to be answered
+            return compact(view, gone, [_item(text)], at=users[-1] if users else None)
         return compact(view, gone, after=[edit.inserted(wrap(text))])
 
 
