@@ -55,9 +55,9 @@ def attention_lse(
     lse = torch.empty(B, H * G, M, dtype=torch.float32, device=q.device)
     tile = config("attention_lse", arch_of(q.device), D, q.dtype)
 
-    from kvevict.kernels.attention_lse_kernel import attention_lse_kernel
-
     with on_device(q.device):
+        from kvevict.kernels.attention_lse_kernel import attention_lse_kernel
+
         attention_lse_kernel[(-(-M // tile.block_m) * B * H * G,)](
             q, k, v, mask, lengths, out, lse,
             *q.stride()[:3], *k.stride()[:3], *v.stride()[:3],
@@ -67,6 +67,6 @@ def attention_lse(
             HAS_LENGTHS=lengths is not None, BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             UPCAST=interpreted() and q.dtype == torch.bfloat16,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return Attention(out, lse, "triton")

@@ -72,9 +72,9 @@ def column_sum(
     scores = torch.empty(B, H, N, dtype=torch.float32, device=q.device) if out is None else out
     tile = config("column_sum", arch_of(q.device), D, q.dtype)
 
-    from kvevict.kernels.column_sum_kernel import column_sum_kernel
-
     with on_device(q.device):
+        from kvevict.kernels.column_sum_kernel import column_sum_kernel
+
         column_sum_kernel[(-(-N // tile.block_n) * B * H,)](
             q, k, lse, mask, lengths, scores,
             *q.stride()[:3], *k.stride()[:3], *((0, 0) if mask is None else mask.stride()[:2]),
@@ -84,6 +84,6 @@ def column_sum(
             BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
             UPCAST=interpreted() and q.dtype == torch.bfloat16,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
     return scores

@@ -19,7 +19,7 @@ from kvevict.kernels.contract import (
     sizes_of,
 )
 from kvevict.kernels.dispatch import arch_of, interpreted, on_device, processors_of
-from kvevict.kernels.tuning import config, power_of_two, row_block
+from kvevict.kernels.tuning import config, power_of_two
 
 
 def decode(
@@ -93,8 +93,8 @@ def decode(
     B, H, G, Q, C, D = sizes
     R = G * Q
     device = q.device
-    block = row_block(R)
     tile = config("decode", arch_of(device), D, q.dtype, R)
+    block = tile.block_m
     plan = split_plan(B * H * -(-R // block), C, tile.block_n, processors_of(device))
 
     def scratch(*shape: int) -> Tensor:
@@ -112,10 +112,10 @@ def decode(
     # Under ROPE a tile holds two halves of the head dim, each a power of two.
     DP = DP if rank is None else 2 * max(16, power_of_two(D // 2))
 
-    from kvevict.kernels.decode_merge_kernel import decode_merge_kernel
-    from kvevict.kernels.decode_split_kernel import decode_split_kernel
-
     with on_device(device):
+        from kvevict.kernels.decode_merge_kernel import decode_merge_kernel
+        from kvevict.kernels.decode_split_kernel import decode_split_kernel
+
         decode_split_kernel[(B * H * plan.splits, -(-R // block))](
             q, q_sink, k, v, position, query_position, rank, cos, sin,
             logits, part_out, part_max, part_sum,
@@ -125,7 +125,7 @@ def decode(
             WINDOW=window is not None, SCORES=scores is not None, BLOCK_M=block,
             BLOCK_N=tile.block_n, UPCAST=interpreted() and q.dtype == torch.bfloat16,
             PRECISION="ieee" if q.dtype == torch.float32 else "tf32",
-            num_warps=tile.num_warps, num_stages=tile.num_stages,
+            num_warps=tile.num_warps, num_stages=tile.num_stages, enable_fp_fusion=True,
         )  # fmt: skip
         RP = power_of_two(R)
         decode_merge_kernel[(B * H,)](
@@ -136,6 +136,7 @@ def decode(
             SCORES=scores is not None, DECAY=decay != 1.0, PICK=recent is not None, EVICT=evict,
             HAS_RANK=rank is not None, BY_AGE=by_age, BLOCK_M=min(16, RP),
             BLOCK_C=32 if interpreted() else merge_block(RP), num_warps=4, num_stages=2,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return Decoded(out, lse, victim, "triton")
 

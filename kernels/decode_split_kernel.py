@@ -69,7 +69,6 @@ def decode_split_kernel(
         q = tl.load(q_row[:, None] + dims, mask=q_mask, other=0.0)
     if TWO_QUERIES:
         sink_row = q_sink_ptr + b * stride_sb + head * stride_sh + (rows % Q) * stride_sm
-        q_sink = tl.load(sink_row[:, None] + dims, mask=q_mask, other=0.0)
     k_head = k_ptr + bh * C * D
     v_head = v_ptr + bh * C * D
     m = tl.full([BLOCK_M], float("-inf"), dtype=tl.float32)
@@ -96,9 +95,16 @@ def decode_split_kernel(
             )
             logits = mm(q, tl.trans(k), UPCAST, PRECISION)
         is_sink = place < sinks
-        # Sinks lie in one or two tiles; the others skip the second product.
+        # Sinks lie in one or two tiles; the others skip the second product. Its operands are loaded
+        # here, only the rows in use: held since before the branch they would spill.
         if TWO_QUERIES and tl.max((live & is_sink).to(tl.int32), 0) > 0:
-            shifted = mm(q_sink, tl.trans(k), UPCAST, PRECISION)
+            q_sink = tl.load(sink_row[:, None] + dims, mask=q_mask, other=0.0)
+            k_sink = tl.load(
+                k_head + slots[:, None] * D + dims,
+                mask=(live & is_sink)[:, None] & (dims < D)[None, :],
+                other=0.0,
+            )
+            shifted = mm(q_sink, tl.trans(k_sink), UPCAST, PRECISION)
             logits = tl.where(is_sink[None, :], shifted, logits)
         seen = live[None, :] & (place[None, :] <= now[:, None])
         if WINDOW:

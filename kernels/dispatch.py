@@ -63,8 +63,15 @@ def interpreted() -> bool:
 
 
 def arch_of(device: torch.device) -> str:
-    """Return the column of the config table for a device: "sm_90", "gfx942", "interpreter"."""
-    return "interpreter" if interpreted() else _gpu_arch(device)
+    """Return the column of the config table for a device: "sm_90", "gfx942", "interpreter".
+
+    Raises:
+        RuntimeError: the kernels cannot run there.
+    """
+    if interpreted():
+        return "interpreter"
+    _need_gpu(device)
+    return _gpu_arch(device)
 
 
 def processors_of(device: torch.device) -> int:
@@ -73,8 +80,23 @@ def processors_of(device: torch.device) -> int:
 
 
 def on_device(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context in which launches go to this device."""
-    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+    """Return a context in which launches go to this device.
+
+    Raises:
+        RuntimeError: the kernels cannot run there.
+    """
+    if device.type == "cuda":
+        return torch.cuda.device(device)
+    _need_gpu(device)
+    return nullcontext()
+
+
+def _need_gpu(device: torch.device) -> None:
+    if device.type != "cuda" and not interpreted():
+        raise RuntimeError(
+            f"the Triton kernels cannot run on device {str(device)!r}: {why_not_triton(device)}; "
+            'use backend="torch" or "auto"'
+        )
 
 
 @cache

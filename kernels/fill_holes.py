@@ -58,15 +58,17 @@ def fill_holes(
     source, target = workspace.unbind()
     flags = {"HAS_SCORES": scores is not None, "HAS_RANK": rank is not None}
 
-    from kvevict.kernels.fill_holes_kernel import move_slots_kernel, plan_moves_kernel
-
     with on_device(device):
+        from kvevict.kernels.fill_holes_kernel import move_slots_kernel, plan_moves_kernel
+
         plan_moves_kernel[(B * H,)](
             keep, source, target, lengths, position, scores, rank, C,
             **flags, BLOCK_C=32 if interpreted() else 1024, num_warps=4, num_stages=1,
+            enable_fp_fusion=True,
         )  # fmt: skip
         move_slots_kernel[(-(-C // MOVES_PER_PROGRAM), B * H)](
             source, target, keys, values, position, scores, rank, C,
             **flags, D=D, DP=power_of_two(D), BLOCK_I=MOVES_PER_PROGRAM, num_warps=4, num_stages=1,
+            enable_fp_fusion=True,
         )  # fmt: skip
     return lengths

@@ -58,27 +58,26 @@ def move_slots_kernel(
     source = tl.load(source_ptr + base + index, mask=index < C, other=-1)
     used = source >= 0
     if tl.max(source, 0) >= 0:
-        target = tl.load(target_ptr + base + index, mask=used, other=0)
-        source = base + tl.maximum(source, 0)
-        target = base + target
+        origin = base + tl.maximum(source, 0)
+        target = base + tl.load(target_ptr + base + index, mask=used, other=0)
         dims = tl.arange(0, DP)
         mask = used[:, None] & (dims < D)[None, :]
-        key = tl.load(k_ptr + source[:, None] * D + dims, mask=mask, other=0.0)
-        value = tl.load(v_ptr + source[:, None] * D + dims, mask=mask, other=0.0)
+        key = tl.load(k_ptr + origin[:, None] * D + dims, mask=mask, other=0.0)
+        value = tl.load(v_ptr + origin[:, None] * D + dims, mask=mask, other=0.0)
         tl.store(k_ptr + target[:, None] * D + dims, key, mask=mask)
         tl.store(v_ptr + target[:, None] * D + dims, value, mask=mask)
-        place = tl.load(position_ptr + source, mask=used, other=-1)
+        place = tl.load(position_ptr + origin, mask=used, other=-1)
         if HAS_SCORES:
-            score = tl.load(scores_ptr + source, mask=used, other=0.0)
+            score = tl.load(scores_ptr + origin, mask=used, other=0.0)
         if HAS_RANK:
-            rank = tl.load(rank_ptr + source, mask=used, other=-1)
+            rank = tl.load(rank_ptr + origin, mask=used, other=-1)
         # Every warp holds these values before the sources are emptied.
         tl.debug_barrier()
         tl.store(position_ptr + target, place, mask=used)
-        tl.store(position_ptr + source, -1, mask=used)
+        tl.store(position_ptr + origin, -1, mask=used)
         if HAS_SCORES:
             tl.store(scores_ptr + target, score, mask=used)
-            tl.store(scores_ptr + source, 0.0, mask=used)
+            tl.store(scores_ptr + origin, 0.0, mask=used)
         if HAS_RANK:
             tl.store(rank_ptr + target, rank, mask=used)
-            tl.store(rank_ptr + source, -1, mask=used)
+            tl.store(rank_ptr + origin, -1, mask=used)

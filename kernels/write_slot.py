@@ -66,13 +66,13 @@ def write_slot(
     check_tensor("new_rank", new_rank, (B, H, T), (INTEGERS[1],), device)
     require((rank is None) == (new_rank is None), "rank and new_rank: give both or none")
 
-    from kvevict.kernels.write_slot_kernel import write_slot_kernel
-
     with on_device(device):
+        from kvevict.kernels.write_slot_kernel import write_slot_kernel
+
         write_slot_kernel[(B * H * T,)](
             keys, values, position, scores, rank, slot,
             new_keys, new_values, new_position, new_rank,
             *new_keys.stride()[:3], *new_values.stride()[:3], H, T, C,
             D=D, DP=power_of_two(D), HAS_SCORES=scores is not None, HAS_RANK=rank is not None,
-            num_warps=1, num_stages=1,
+            num_warps=1, num_stages=1, enable_fp_fusion=True,
         )  # fmt: skip
