@@ -68,15 +68,23 @@ def probe(model: Any) -> Findings:
         UnsupportedModelError: the model does not run on plain token ids and positions.
     """
     findings = Findings(model.config.model_type)
-    first, calls = _run(model, 0)
-    by_layer = {getattr(c["module"], "layer_idx", None): c for c in calls}
-    for index, layer in enumerate(first.layers):
-        problem = _problem(layer, by_layer.get(index))
-        if problem:
-            findings.problems[index] = problem
+    first, calls = run_once(model, 0)
+    findings.problems = check_calls(first, calls)
     findings.ropes = _ropes(model, first)
     findings.position_limit = _limit(model.config.get_text_config(decoder=True))
     return findings
+
+
+def check_calls(cache: Any, calls: list[dict[str, Any]]) -> dict[int, str]:
+    """Return the missing part of each layer that cannot serve an eviction cache.
+
+    Args:
+        cache: transformers' own, after one forward.
+        calls: what the attention function was called with during it.
+    """
+    by_layer = {getattr(c["module"], "layer_idx", None): c for c in calls}
+    found = {i: _problem(x, by_layer.get(i)) for i, x in enumerate(cache.layers)}
+    return {index: problem for index, problem in found.items() if problem}
 
 
 def _problem(layer: Any, call: dict[str, Any] | None) -> str | None:
@@ -93,7 +101,8 @@ def _problem(layer: Any, call: dict[str, Any] | None) -> str | None:
     return None
 
 
-def _run(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
+def run_once(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
+    """Run six tokens from a position on; return transformers' cache and the attention calls."""
     config = model.config.get_text_config(decoder=True)
     names = inspect.signature(type(model).forward).parameters
     if "position_ids" not in names and "kwargs" not in names:
@@ -130,7 +139,7 @@ def _run(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
 def _ropes(model: Any, first: Any) -> list[Rope | None]:
     none: list[Rope | None] = [None] * len(first.layers)
     try:
-        second, _ = _run(model, _SHIFT)
+        second, _ = run_once(model, _SHIFT)
     except UnsupportedModelError:  # learned positions that end before the shift
         return none
     buffers = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and b.ndim == 1]
