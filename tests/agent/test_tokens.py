@@ -162,7 +162,7 @@ def test_edit_makes_the_anchor_stale_until_the_next_usage():
     anchored.edited(history.messages, masked.messages)
     assert anchored.anchor.stale
     assert anchored.predict(masked.messages) == predicted - freed
-    anchored.observe_at(masked.messages, 22, Usage(0, 0, 0, 15_000))
+    anchored.observe_at(masked.messages, 22, Usage(0, 0, 0, 30_000))
     assert not anchored.anchor.stale
     assert anchored.ratio == 1.0  # an edited span is no evidence for calibration
 
