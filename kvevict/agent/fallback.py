@@ -38,7 +38,7 @@ class Fallback(MessagePolicy):
     def _over(self, view: History, context: Context, goal: int) -> int:
         if context.moment.force == "overflow":  # the provider's word counts, not the estimate
             return max(1, context.estimate(view) // 4)
-        return max(0, round((context.total(view) - goal + 1) / context.ratio))
+        return max(0, context.total(view) - goal + 1)
 
     def _cut(self, view: History, context: Context) -> History | None:
         policy: MessagePolicy = vars(self)["policy"]

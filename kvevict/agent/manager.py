@@ -315,7 +315,9 @@ class _Call:
         self.summaries: list[tuple[int, int]] = []
         self.notes: list[Action] = []
         fixed = overhead(view, manager.counter)
-        limits = Limits(manager.window, manager.max_output, fixed)
+        estimate = sum(map(manager._size, view.messages)) + fixed
+        total = anchored.predict(view.messages, fixed) if anchored.anchor else estimate
+        limits = Limits(manager.window, manager.max_output, fixed + total - estimate)
         services = Services(
             self.summarise,
             manager.store,
@@ -326,10 +328,7 @@ class _Call:
         )
         wishes = [wish for wish in self.state.pending if "force" in wish]
         moment = Moment(len(manager._intake.full), **wishes[-1]) if wishes else Moment(len(view))
-        context = Context(limits, services, moment, manager._size, memory)
-        estimate = context.estimate(view) + fixed
-        total = anchored.predict(view.messages, fixed) if anchored.anchor else estimate
-        self.context = replace(context, ratio=total / estimate if estimate else 1.0)
+        self.context = Context(limits, services, moment, manager._size, memory)
 
     def summarise(
         self, request: SummaryInput, budget: int, limit: int, wrap: Callable[[str], str]

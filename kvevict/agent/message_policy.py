@@ -35,7 +35,8 @@ class Limits:
     Attributes:
         window: W, what the model can take in and put out together.
         max_output: O, reserved for the answer.
-        overhead: a system prompt kept apart, and the tool declarations.
+        overhead: a system prompt kept apart, the tool declarations, and what the provider counted
+            beyond the estimate (or less, then it may be negative).
     """
 
     window: int = 200_000
@@ -95,7 +96,6 @@ class Context:
         moment: what is special about this call.
         size: tokens of one message.
         memory: the policy's own JSON state, kept between calls; a stage may write to it.
-        ratio: tokens that the provider counted per token estimated, 1.0 without usage.
         failures: failures of the summariser in a row.
     """
 
@@ -104,7 +104,6 @@ class Context:
     moment: Moment
     size: Callable[[Message], int]
     memory: dict[str, Any]
-    ratio: float = 1.0
     failures: int = 0
     _sums: dict[int, tuple[History, int]] = field(default_factory=dict)
 
@@ -121,7 +120,7 @@ class Context:
 
     def total(self, view: History) -> int:
         """Return the tokens of the whole request, corrected by the provider's last count."""
-        return round((self.estimate(view) + self.limits.overhead) * self.ratio)
+        return max(0, self.estimate(view) + self.limits.overhead)
 
 
 @dataclass(frozen=True)
@@ -233,7 +232,7 @@ class MessagePolicy(ABC):
     def floor(self, view: History, context: Context) -> int:
         """Return the tokens of a request of the roots alone: what no edit goes below."""
         roots = sum(context.size(view.messages[i]) for i in self.roots(view))
-        return round((roots + context.limits.overhead) * context.ratio)
+        return max(0, roots + context.limits.overhead)
 
     def departures(self) -> dict[str, Any]:
         """Return the fields that differ from the system's defaults, for reports."""

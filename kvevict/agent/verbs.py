@@ -247,8 +247,7 @@ def mask(
             continue
         placeholder = text(block)
         new = edit.set_text(block, placeholder, "mask") if placeholder else block
-        message = view.messages[place[0]]
-        gain = _gain(context, message, place[1], new)
+        gain = _gain(context, block, new)
         if gain > 0:
             changed[place] = placeholder
             freed += gain
@@ -282,7 +281,7 @@ def externalise(
         if is_masked(block) or block.protected or not block.text:
             continue
         new = edit.set_text(block, dry.pointer(block.text, preview), "mask")
-        if _gain(context, view.messages[place[0]], place[1], new) > 0:
+        if _gain(context, block, new) > 0:
             changed[place] = store.pointer(block.text, preview)
     return masked(view, changed)
 
@@ -507,6 +506,6 @@ def isolate(
     return edit.replace_span(view, start, stop, f"[Result of a sub-task{title}] {text}", "user")
 
 
-def _gain(context: Context, message: Message, b: int, new: Block) -> int:
-    blocks = tuple(new if i == b else old for i, old in enumerate(message.blocks))
-    return context.size(message) - context.size(replace(message, blocks=blocks, source=None))
+def _gain(context: Context, old: Block, new: Block) -> int:
+    """Return the tokens that a block loses, whatever stands beside it."""
+    return context.size(Message("user", (old,))) - context.size(Message("user", (new,)))

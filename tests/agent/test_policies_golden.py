@@ -89,8 +89,7 @@ def test_langchain_38352_no_orphan_is_kept(policy):
     ]
     try:
         prepared = prepare(policy, messages, format="openai-chat", window=900, max_output=100)
-    except BudgetError as error:
-        assert error.floor_tokens > 0
+    except BudgetError:
         return
     assert validate(prepared.messages, "openai-chat") == []
     assert "orphan" not in json.dumps(prepared.messages)
@@ -118,7 +117,7 @@ def test_budget_of_two_messages_keeps_system_and_user_or_names_the_floor(policy)
     assert "user" in roles
     assert "tool" not in roles
     messages[1]["content"] = messages[5]["content"] = "u" * 300
-    with pytest.raises(BudgetError, match="floor|roots") as raised:
+    with pytest.raises(BudgetError, match="roots") as raised:
         prepare(policy, messages, format="openai-chat", window=60, max_output=20)
     assert raised.value.floor_tokens > 100
 
@@ -1013,3 +1012,19 @@ def test_login_bug_under_three_systems_side_by_side():
     assert "## Goal" in opencode[2]["content"]
     assert opencode[-1]["role"] == "user"
     assert opencode[-1]["content"].endswith(history[9]["content"])
+
+
+def test_claude_code_collapses_the_older_half_before_it_summarises_everything():
+    asked = []
+    messages = [user("go"), *steps(30, 1_000, tool="think"), user("on"), *steps(1, 100, first=90)]
+    manager = HistoryManager(
+        "claude_code:collapse_at=0.7,trigger=40000",
+        summarizer=lambda m, b: asked.append(m[-1]["content"]) or "the older half",
+    )
+    prepared = manager.prepare(messages)
+    assert prepared.report.stages == ("collapse",)
+    assert len(asked) == 1
+    said = texts(prepared.messages)
+    assert said[0] == "go"
+    assert said[1] == "[Collapsed part of the conversation]\nthe older half"
+    assert prepared.messages[-3:] == messages[-3:]

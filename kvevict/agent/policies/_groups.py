@@ -55,7 +55,7 @@ class GroupPolicy(MessagePolicy):
         return (Stage("evict", "drop", self._evict, self._over, self.min_gain),)
 
     def _sizes(self, view: History, context: Context) -> np.ndarray:
-        return np.round(np.asarray(context.sizes(view), dtype=np.float64) * context.ratio)
+        return np.asarray(context.sizes(view), dtype=np.int64)
 
     def _over(self, view: History, context: Context) -> bool:
         if context.moment.force:
@@ -76,7 +76,7 @@ class GroupPolicy(MessagePolicy):
         score = None
         if self.vocabulary(context.limits).needs_scores:
             score = np.asarray(self.importance(view, context), dtype=np.float64)
-        slots = view.slots(self._sizes(view, context).astype(np.int64), protected, score)
+        slots = view.slots(self._sizes(view, context), protected, score)
         places = np.maximum.accumulate([max(m.index, 0) for m in view.messages])
         slots = replace(slots, position=places.astype(np.int64))  # places in the full history
         kept = self.vocabulary(context.limits).keep(slots)

@@ -109,10 +109,14 @@ class ClaudeCode(MessagePolicy, name="claude_code"):
             check_share(self, "capacity")
 
     def threshold(self, limits: Limits) -> int:
-        """Return W - min(O, 20,000) - 13,000, or the share of the window."""
+        """Return W - min(O, 20,000) - 13,000, or the share of the window.
+
+        In windows below 44k, where the formula runs dry, it is a quarter of the window.
+        """
         if self.capacity is not None:
             return int(limits.window * self.capacity)
-        return max(1, limits.window - min(limits.max_output, self.reserve) - self.buffer)
+        formula = limits.window - min(limits.max_output, self.reserve) - self.buffer
+        return max(formula, limits.window // 4)
 
     def stages(self) -> tuple[Stage, ...]:
         """The four stages, the ones without a model first."""
@@ -155,18 +159,28 @@ class ClaudeCode(MessagePolicy, name="claude_code"):
         return mask(view, context, old, _cleared, need, self.edit_from)
 
     def _collapse(self, view: History, context: Context) -> History | None:
-        """Summarise the older half of the model's steps in place; users and the tail stay."""
+        """Summarise the older half of the model's steps in place; users and the tail stay.
+
+        More than half where the request would otherwise stay above the level.
+        """
         acted = steps(view)
         roots = whole(view, self.roots(view) | loop_thinking(view) | set(view.users))
-        older = [g for g in acted[: len(acted) // 2] if view.groups[g].start not in roots]
+        older = [g for g in acted if view.groups[g].start not in roots]
         if not older:
             return None
+        level = int(self.collapse_at * self.trigger_tokens(context.limits))
+        need = context.total(view) - level + min(self.summary_tokens, level // 4)
         # A run of neighbours, so that what stays keeps its order around one summary.
-        first = older[0]
-        last = first
-        while last + 1 in older:
-            last += 1
-        gone = set(range(view.groups[first].start, view.groups[last].stop))
+        gone: set[int] = set()
+        freed = 0
+        for n, g in enumerate(older):
+            if n and (g != older[n - 1] + 1 or (freed >= need and n >= len(acted) // 2)):
+                break
+            span = range(view.groups[g].start, view.groups[g].stop)
+            gone.update(span)
+            freed += sum(context.size(view.messages[i]) for i in span)
+        if freed < need:
+            return None  # not enough: the next stage summarises everything when its time comes
         text = ask_summary(
             view, context, gone, PROMPT, HEADINGS[2:5], self.summary_tokens, _collapsed
         )

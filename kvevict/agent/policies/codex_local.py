@@ -81,7 +81,7 @@ class CodexLocal(MessagePolicy, name="codex_local"):
         users = real_users(view)
         if users and users[-1] in sizes:
             sizes[users[-1]] = min(sizes[users[-1]], self.user_tokens)
-        return round((sum(sizes.values()) + context.limits.overhead) * context.ratio)
+        return max(0, sum(sizes.values()) + context.limits.overhead)
 
     def _compact(self, view: History, context: Context) -> History | None:
         kept, cut = self.kept_users(view, context)

@@ -57,7 +57,7 @@ class LangChainTrim(MessagePolicy, name="langchain_trim"):
 
     def _trim(self, view: History, context: Context) -> History:
         roots = self.roots(view)
-        sizes = [round(size * context.ratio) for size in context.sizes(view)]
+        sizes = context.sizes(view)
         protected = [i in roots for i in range(len(view))]
         room = max(1, self.trigger_tokens(context.limits) - context.limits.overhead)
         groups = [int(g) for g in view.group_index]

@@ -74,7 +74,9 @@ class MemGPT(MessagePolicy, name="memgpt"):
         if context.total(view) <= level:
             context.memory["warned"] = False
             return False
-        return not context.memory.get("warned") and not context.moment.force
+        if context.memory.get("warned") or context.moment.force:
+            return False
+        return not any(m.text == WARNING for m in view.messages[-8:])
 
     def _warn(self, view: History, context: Context) -> History:
         context.memory["warned"] = True

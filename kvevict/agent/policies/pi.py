@@ -48,8 +48,8 @@ class Pi(MessagePolicy, name="pi"):
         check_count(self, "tail", 1)
 
     def threshold(self, limits: Limits) -> int:
-        """Return W - reserve."""
-        return max(1, limits.window - self.reserve)
+        """Return W - reserve, at least W / 2 (small windows)."""
+        return max(limits.window - self.reserve, limits.window // 2)
 
     def stages(self) -> tuple[Stage, ...]:
         """One stage."""
@@ -57,7 +57,9 @@ class Pi(MessagePolicy, name="pi"):
 
     def cutoff(self, view: History, context: Context) -> int:
         """Return the first message that stays: the group in which the tail's tokens are reached."""
-        tail = min(self.tail, context.estimate(view) // 2)  # never all of a small window
+        # Never all of a small window: the next call would compact again.
+        trigger = self.trigger_tokens(context.limits)
+        tail = min(self.tail, context.estimate(view) // 2, trigger // 2)
         total = 0
         for group in reversed(view.groups):
             total += sum(context.size(view.messages[i]) for i in range(group.start, group.stop))

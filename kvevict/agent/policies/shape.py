@@ -79,8 +79,9 @@ class Shape(MessagePolicy, name="shape"):
             check_count(self, name)
 
     def threshold(self, limits: Limits) -> int:
-        """Return the summary's trigger, W - min(O, 20,000) - 13,000."""
-        return max(1, limits.window - min(limits.max_output, self.reserve) - self.buffer)
+        """Return the summary's trigger, W - min(O, 20,000) - 13,000, at least W / 2."""
+        formula = limits.window - min(limits.max_output, self.reserve) - self.buffer
+        return max(formula, limits.window // 2)
 
     def stages(self) -> tuple[Stage, ...]:
         """Mask, store, and only then summarise."""
@@ -113,13 +114,14 @@ class Shape(MessagePolicy, name="shape"):
 
     def _summarise(self, view: History, context: Context) -> History | None:
         sizes = context.sizes(view)
-        recent = min(self.recent, sum(sizes) // 4)
+        recent = min(self.recent, sum(sizes) // 4, self.trigger_tokens(context.limits) // 4)
         groups = [int(g) for g in view.group_index]
         kept = choose(Window(max(1, recent)), sizes, group=groups)
         tail = {i for i, stays in enumerate(kept) if stays}
         roots = whole(view, self.roots(view) | tail | loop_thinking(view))
         gone = others(view, roots)
-        if sum(sizes[i] for i in gone) < sum(sizes) // 4:  # one long loop: only its last part stays
+        left = context.total(view) - sum(sizes[i] for i in gone) + self.summary_tokens
+        if left >= self.trigger_tokens(context.limits):  # one long loop: only its last part stays
             roots = whole(view, self.roots(view) | tail)
             gone = others(view, roots)
         text = ask_summary(view, context, gone, PROMPT, HEADINGS, self.summary_tokens, _wrap)
