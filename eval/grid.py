@@ -68,6 +68,8 @@ def run_cells(
         KvevictError: a rank came back without its cells.
     """
     rank, world = ranks()
+    if folder is not None:
+        first_then_others(folder.claim)
     mine = todo[rank::world]
     done: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
     arrays: dict[str, dict[str, np.ndarray]] = {}
@@ -110,6 +112,14 @@ def join_ranks() -> None:
         from accelerate import PartialState
 
         PartialState(cpu=not torch.cuda.is_available())
+
+
+def leave_ranks() -> None:
+    """Part from the other ranks."""
+    if ranks()[1] > 1:
+        from accelerate import PartialState
+
+        PartialState().destroy_process_group()
 
 
 def first_then_others(action: Callable[[], None]) -> None:

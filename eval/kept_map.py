@@ -19,13 +19,22 @@ class Snapshots:
     Args:
         cache: to look at.
         total: tokens that will be fed.
+
+    Attributes:
+        found: the pictures so far.
     """
 
     def __init__(self, cache: EvictionCache, total: int) -> None:
         self._cache = cache
         self._total = total
         self._due = [max(1, total * (i + 1) // _TIMES) for i in range(_TIMES)]
-        self._found: list[dict[str, Any]] = []
+        self.found: list[dict[str, Any]] = []
+
+    def resume(self, found: list[dict[str, Any]]) -> None:
+        """Go on with the pictures of an earlier run of the same stream."""
+        self.found = list(found)
+        taken = max((f["seen"] for f in found), default=0)
+        self._due = [d for d in self._due if d > taken]
 
     def after(self, step: Step) -> None:
         """Look at the cache after a chunk, where a picture is due."""
@@ -33,11 +42,11 @@ class Snapshots:
         if not self._due or seen < self._due[0]:
             return
         self._due = [d for d in self._due if d > seen]
-        self._found.append({"seen": seen, "layers": self._look()})
+        self.found.append({"seen": seen, "layers": self._look()})
 
     def map(self) -> dict[str, Any]:
         """Return the pictures: share of KV heads and positions kept, by layer and position bin."""
-        return {"positions": self._total, "layers": self._layers(), "times": self._found}
+        return {"positions": self._total, "layers": self._layers(), "times": self.found}
 
     def _layers(self) -> list[int]:
         return [i for i, x in enumerate(self._cache.layers) if isinstance(x, EvictionLayer)]

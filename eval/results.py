@@ -1,9 +1,9 @@
 """results: one folder a run, written so that a killed run leaves finished cells and nothing half.
 
-config.json     what the run is; a folder serves one run only
-cells/          one JSON and its arrays for every finished cell
-result.json     the rows; the same inputs, seed and versions give the same bytes
-timings.json    wall time, memory of the process, ranks: what differs from run to run
+- config.json: what the run is; a folder serves one run only
+- cells/: one JSON and its arrays for every finished cell
+- result.json: the rows; the same inputs, seed and versions give the same bytes
+- timings.json: wall time, memory of the process, ranks: what differs from run to run
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class RunFolder:
         self.identity = plain({"schema": SCHEMA, "command": command, "config": config})
         self.identity["versions"] = console.versions()
 
-    def open(self, resume: bool = False) -> None:
-        """Claim the folder.
+    def check(self, resume: bool = False) -> None:
+        """Check, before any work, that the folder may serve this run; nothing is written.
 
         Raises:
             KvevictError: it holds another run, this run and `resume` was not asked for, or files
-                that are no run; nothing is overwritten.
+                that are no run.
         """
         if self.path.is_file():
             raise KvevictError(f"{self.path} is a file: give --out a folder")
@@ -55,10 +55,13 @@ class RunFolder:
                     f"{self.path} holds this run already: add --resume to finish it, or give "
                     "another --out"
                 )
-            return
-        if self.path.is_dir() and any(self.path.iterdir()):
+        elif self.path.is_dir() and any(self.path.iterdir()):
             raise KvevictError(f"{self.path} is not empty and holds no run: give another --out")
-        write_json(known, self.identity)
+
+    def claim(self) -> None:
+        """Write down what the folder is for, when the first cell is about to run."""
+        if not (self.path / CONFIG).is_file():
+            write_json(self.path / CONFIG, self.identity)
 
     def _check_same(self, found: Any) -> None:
         check_schema(self.path / CONFIG, found)

@@ -102,3 +102,54 @@ def adds_bos(tokenizer: Any) -> bool:
         return False
     ids = tokenizer("a", verbose=False).input_ids
     return bool(ids) and ids[0] == tokenizer.bos_token_id
+
+
+def split_ids(tokenizer: Any, before: str, after: str) -> tuple[Tensor, Tensor]:
+    """Return the tokens of two texts that follow each other, as the two together are cut.
+
+    A token that spans the border belongs to the second, so `before` may end in a space.
+
+    Returns:
+        int64 `[N]` and `[M]`.
+    """
+    head, whole = plain_ids(tokenizer, before), plain_ids(tokenizer, before + after)
+    same = 0
+    while same < min(len(head), len(whole)) and head[same] == whole[same]:
+        same += 1
+    return torch.tensor(whole[:same], dtype=torch.int64), torch.tensor(
+        whole[same:], dtype=torch.int64
+    )
+
+
+def joined(
+    tokenizer: Any,
+    texts: list[Text],
+    max_tokens: int | None = None,
+    bos: bool | None = None,
+    repeat: bool = False,
+) -> Tokens:
+    """Return several texts as one stream.
+
+    Args:
+        tokenizer: of the model.
+        texts: at least one; a blank line between two.
+        max_tokens: length wanted, BOS included.
+        bos: see `encode`.
+        repeat: start over at the end until `max_tokens` are there.
+
+    Raises:
+        KvevictError: the texts are shorter than `max_tokens` and may not repeat.
+    """
+    whole = Text(" + ".join(t.name for t in texts), "\n\n".join(t.text for t in texts))
+    found = encode(tokenizer, whole, max_tokens, bos)
+    if max_tokens is None or len(found.ids) >= max_tokens:
+        return found
+    if not repeat:
+        raise KvevictError(
+            f"text {whole.name} has {len(found.ids):,} tokens and {max_tokens:,} are wanted: give "
+            f"more texts, --repeat, or --max-tokens {len(found.ids)}"
+        )
+    body = found.ids[int(found.bos) :]
+    times = -(-(max_tokens - int(found.bos)) // len(body))
+    ids = torch.cat([found.ids[: int(found.bos)], body.repeat(times)])[:max_tokens]
+    return Tokens(ids, found.bos, {**found.source, "repeated": times})
