@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -168,16 +168,23 @@ def _line(row: Row) -> str:
     )
 
 
+def kernel_commit() -> str:
+    """Return the commit checked out, with "-dirty" where kernels differ from it."""
+
+    def git(*words: str) -> str:
+        root = Path(__file__).parents[1]
+        done = subprocess.run(
+            ["git", *words], cwd=root, capture_output=True, text=True, check=False
+        )
+        return done.stdout.strip()
+
+    changed = git("status", "--porcelain", "--", "kernels", "benchmarks/gate_cases.py")
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
+
+
 def _write(rows: list[Row], path: Path) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    root = Path(__file__).parents[1]
-    command = ["git", "describe", "--always", "--dirty"]
-    described = subprocess.run(command, cwd=root, capture_output=True, text=True, check=False)
-    tags: dict[str, Any] = {
-        "triton": version("triton"),
-        "torch": version("torch"),
-        "commit": described.stdout.strip() or "unknown",
-    }
+    tags = {"triton": version("triton"), "torch": version("torch"), "commit": kernel_commit()}
     table = [asdict(row) | tags for row in rows]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, table[0], lineterminator="\n") if table else None
