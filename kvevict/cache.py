@@ -140,7 +140,6 @@ class EvictionCache(Cache):
             raise CacheError(f"policy {self.policy} keeps no scores; h2o does")
         position, order, layer = self._kept(layer_idx)
         assert isinstance(layer, RankedLayer)
-        assert layer.score is not None
         score = layer.score[:, :, : layer.length].gather(2, order)
         return torch.where(position >= 0, score, 0.0)
 
@@ -208,7 +207,9 @@ class EvictionCache(Cache):
         shared = kwargs.get("kwargs")
         if isinstance(layer, EvictionLayer) and isinstance(shared, dict):
             shared["kvevict_layer"] = layer  # the same dict is splatted into the attention function
-        return layer.update(key_states, value_states, *args, **kwargs)  # type: ignore[no-any-return]
+        return layer.update(  # type: ignore[no-any-return, union-attr]
+            key_states, value_states, *args, **kwargs
+        )
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Return the tokens seen, not the stored; for layers of transformers, what they say."""
@@ -216,7 +217,7 @@ class EvictionCache(Cache):
             return super().get_seq_length(layer_idx)
         return self._seen
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
+    def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder rows for beam search."""
         super().reorder_cache(beam_idx)
         self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
@@ -428,6 +429,7 @@ class EvictionCache(Cache):
         by = start - self._base - reach
         if by > 0:
             for layer in self.layers:
+                assert isinstance(layer, RingLayer)
                 layer.rebase(by)
             self._base += by
 

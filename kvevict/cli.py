@@ -7,9 +7,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-import click
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from kvevict import console
 from kvevict.errors import KvevictError
@@ -30,16 +29,20 @@ _ROOMS = {
 class _Rooms(TyperGroup):
     """A group whose rooms are imported on demand."""
 
-    def list_commands(self, ctx: click.Context) -> list[str]:
+    def list_commands(self, ctx: Any) -> list[str]:
         return sorted({*super().list_commands(ctx), *(n for n in _ROOMS if _present(n))})
 
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
         if cmd_name not in _ROOMS or not _present(cmd_name):
             return super().get_command(ctx, cmd_name)
-        if ctx.resilient_parsing or not ctx.protected_args:  # listing: the line is enough
-            return click.Command(cmd_name, help=_ROOMS[cmd_name][1])
-        module, _, name = _ROOMS[cmd_name][0].partition(":")
-        return typer.main.get_command(getattr(import_module(module), name))
+        return TyperCommand(cmd_name, help=_ROOMS[cmd_name][1], rich_markup_mode=None)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if not args or args[0] not in _ROOMS or not _present(args[0]):
+            return super().resolve_command(ctx, args)
+        module, _, name = _ROOMS[args[0]][0].partition(":")
+        command = typer.main.get_command(getattr(import_module(module), name))
+        return args[0], command, args[1:]
 
 
 app = typer.Typer(
@@ -47,6 +50,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
+    pretty_exceptions_enable=False,
     help="Makes language models and agents forget well.",
 )
 

@@ -1,4 +1,4 @@
-"""What every command shares: one JSON object or a table, versions, and errors without tracebacks."""
+"""What every command shares: a JSON object or a table, versions, errors without tracebacks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def versions() -> dict[str, str | None]:
 
 
 def commit() -> str | None:
-    """Return the commit of the checkout that runs, "+" added where it was changed; None elsewhere."""
+    """Return the commit of the checkout that runs, with "+" where it was changed, or None."""
     root = Path(__file__).parent.parent
     if not (root / ".git").exists():
         return None

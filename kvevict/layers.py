@@ -32,6 +32,8 @@ class EvictionLayer(CacheLayerMixin):
         rope: rotation of this layer's keys, where positions inside the cache need one.
     """
 
+    keys: Any  # Tensors from the first forward on, None before
+    values: Any
     is_sliding = False
     is_compileable = False
     is_croppable = False

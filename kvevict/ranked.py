@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvevict.layers import EvictionLayer
 from kvevict.plan import Plan
+from kvevict.shared import take_in
 from kvevict.slots import Slots
 
 
@@ -19,10 +22,10 @@ class RankedLayer(EvictionLayer):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self.position: Tensor | None = None  # int64 [B, H, C]
-        self.score: Tensor | None = None  # float32 [B, H, C]
-        self.free: Tensor | None = None  # int64 [B, H], the slot to write next; None: `length`
-        self.row: Tensor | None = None  # int64 [B*H], the free slots' rows in the flat buffers
+        self.position: Any = None  # int64 [B, H, C]
+        self.score: Any = None  # float32 [B, H, C]
+        self.free: Any = None  # int64 [B, H], the slot to write next; None: `length`
+        self.row: Any = None  # int64 [B*H], the free slots' rows in the flat buffers
 
     def _allocate_state(self, B: int, H: int, slots: int, device: torch.device) -> None:
         self.position = torch.full((B, H, slots), -1, dtype=torch.int64, device=device)
@@ -30,17 +33,14 @@ class RankedLayer(EvictionLayer):
 
     def positions(self, seen: Tensor) -> Tensor:
         """Return the stored indices by slot, `[B, H, length]`, -1 for the free slot."""
-        assert self.position is not None
         position = self.position[:, :, : self.length]
         if self.free is not None:
             position = position.scatter(2, self.free[..., None], -1)
         return position
 
     def _step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
-        assert self.position is not None
-        assert self.score is not None
         if plan.ledgers:
-            plan.shared("taken in", lambda: [x.take_in(plan.start) for x in plan.ledgers])
+            plan.shared("taken in", lambda: take_in(plan.ledgers, plan.start))
             self._write(k, v)
         elif self.free is None and not plan.padded:
             slot = self.length
@@ -52,7 +52,6 @@ class RankedLayer(EvictionLayer):
         else:
             if self.free is None:
                 self._free_slots(plan, before=True)
-            assert self.free is not None
             B, H, C, _ = self.keys.shape
             self.row = torch.arange(B * H, device=self.device) * C + self.free.view(-1)
             self._write(k, v)
@@ -75,8 +74,6 @@ class RankedLayer(EvictionLayer):
         """Move the last slot into the free one, so that all slots in use are live."""
         if self.free is None:
             return
-        assert self.position is not None
-        assert self.score is not None
         if plan.padded:  # holes differ by row: they are masked instead
             self.position.scatter_(2, self.free[..., None], -1)
         else:
@@ -95,7 +92,6 @@ class RankedLayer(EvictionLayer):
         """Return the indices of what a chunk's `update` returned, int64 `[B, H, T]`."""
         plan = self.plan
         assert plan is not None
-        assert self.position is not None
         position, _ = plan.on(self.device)
         B, H = self.position.shape[:2]
         new = position[:, None, :].expand(B, H, -1)
@@ -105,7 +101,6 @@ class RankedLayer(EvictionLayer):
         """Add this forward's scores, then evict down to the budget."""
         plan = self.plan
         assert plan is not None
-        assert self.score is not None
         if self._chunk is not None:
             self._commit_chunk(plan, column_sums)
             return
@@ -125,8 +120,6 @@ class RankedLayer(EvictionLayer):
 
     def _free_slots(self, plan: Plan, before: bool = False) -> None:
         """Find the slot that the next token takes; with `evict_every` above 1, free that many."""
-        assert self.position is not None
-        assert self.score is not None
         C = self.keys.shape[2]
         if not plan.padded and self.length < C:
             return  # an empty slot is next anyway
@@ -154,8 +147,6 @@ class RankedLayer(EvictionLayer):
 
     def _commit_chunk(self, plan: Plan, column_sums: Tensor | None) -> None:
         assert self._chunk is not None
-        assert self.position is not None
-        assert self.score is not None
         k, v = self._chunk
         self._chunk = None
         position = self.chunk_positions()
@@ -184,8 +175,6 @@ class RankedLayer(EvictionLayer):
 
     def _compact(self, keep: Tensor, k: Tensor, v: Tensor, position: Tensor, score: Tensor) -> None:
         """Write what is kept into the buffers in order of position, empties last."""
-        assert self.position is not None
-        assert self.score is not None
         end = torch.iinfo(position.dtype).max
         order = torch.where(keep, position, end).argsort(dim=-1, stable=True)
         order = order[:, :, : self.keys.shape[2]]

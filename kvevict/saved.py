@@ -151,7 +151,12 @@ def _restore(
 
 def fingerprint(config: Any) -> dict[str, Any]:
     """Return what two models must share for one's cache to fit the other."""
-    names = ("model_type", "num_hidden_layers", "num_attention_heads", "num_key_value_heads")
+    names: tuple[str, ...] = (
+        "model_type",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+    )
     names += ("hidden_size", "head_dim", "vocab_size")
     known = {name: getattr(config, name, None) for name in names}
     known["rope_parameters"] = getattr(config, "rope_parameters", None)

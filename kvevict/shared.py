@@ -56,11 +56,16 @@ class Ledger:
         self.free.copy_(self.policy.victim(self.score, self.position, seen))
 
 
+def take_in(books: list[Ledger], start: int) -> None:
+    """Enter the token of index `start` into every ledger."""
+    for ledger in books:
+        ledger.take_in(start)
+
+
 def ledgers(layers: list[RankedLayer]) -> list[Ledger]:
     """Return one ledger for each set of layers that lie alike."""
     groups: dict[Any, list[RankedLayer]] = {}
     for layer in layers:
-        assert layer.position is not None
         groups.setdefault((layer.position.shape, layer.position.device), []).append(layer)
     return [Ledger(group) for group in groups.values()]
 

@@ -90,7 +90,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     B, heads, _, D = q.shape
     grouped = q.view(B, k.shape[1], -1, D)
     out = F.scaled_dot_product_attention(grouped, k, v, scale=scale)
-    return out.reshape(B, heads, 1, -1)
+    return out.reshape(B, heads, 1, -1)  # type: ignore[no-any-return]
 
 
 # -- head and window ------------------------------------------------------------------------------

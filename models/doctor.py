@@ -28,7 +28,9 @@ def examine() -> list[dict[str, Any]]:
     cuda = torch.cuda.is_available()
     row("CUDA device", torch.cuda.get_device_name() if cuda else "none: the torch backend serves")
     triton = find_spec("triton") is not None
-    usable = "usable" if cuda and triton else "installed, needs a GPU" if triton else "not installed"
+    usable = (
+        "usable" if cuda and triton else "installed, needs a GPU" if triton else "not installed"
+    )
     row("Triton", usable)
     row(
         "log-sum-exp of fused attention on CPU",
