@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
 from kvevict.agent.advise import advise as advise_history
 from kvevict.agent.advise import totals
@@ -30,6 +30,7 @@ from kvevict.agent.demo import SYSTEMS, run_demo
 from kvevict.agent.formats import to_normal
 from kvevict.agent.manager import HistoryManager
 from kvevict.agent.message_policy import message_policies
+from kvevict.agent.repairs import Repair
 from kvevict.agent.replay import replay as replay_session
 from kvevict.agent.timeline import timeline
 from kvevict.agent.validate import repair as repair_history
@@ -213,7 +214,7 @@ def validate(
     with guarded():
         obj, lines = read_input(file)
         name = format_of(obj, format)
-        repairs = []
+        repairs: list[Repair] = []
         if repair:
             obj, repairs = repair_history(obj, name)
             if out is not None:

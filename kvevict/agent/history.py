@@ -31,7 +31,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from kvevict.agent.pairing import Address, Pairs, atoms, match
+from kvevict.agent.pairing import Address as Address  # re-exported
+from kvevict.agent.pairing import Pairs, atoms, match
 from kvevict.slots import Slots
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]

@@ -113,10 +113,10 @@ def _pairs(history: History, rules: Rules) -> Iterator[Violation]:
         yield _at("I2", at, f"call {history.block(at).call_id!r} has no result")
     seen: set[str] = set()
     for at in history.find("tool_use"):
-        call = history.block(at).call_id
-        if call is not None and call in seen:
-            yield _at("I2", at, f"call id {call!r} is used twice")
-        seen.add(call or "")
+        name = history.block(at).call_id
+        if name is not None and name in seen:
+            yield _at("I2", at, f"call id {name!r} is used twice")
+        seen.add(name or "")
     if not rules.adjacent:
         return
     for call, result in pairs.results.items():

@@ -221,7 +221,7 @@ def text_of(value: Any) -> str:
         body = inner.get("data") if inner.get("type") == "text" else text_of(inner.get("content"))
         return "\n".join(filter(None, (value.get("title"), value.get("context"), body)))
     if isinstance(value.get("text"), str):
-        return value["text"]
+        return value["text"]  # type: ignore[no-any-return]
     return text_of(value.get("content"))
 
 

@@ -122,7 +122,7 @@ class OpenAIChat(Format, name="openai-chat"):
             here = f"{path}[{p}]"
             part = need_mapping(part, i, here)
             kind = part.get("type")
-            if kind not in self.parts:
+            if not isinstance(kind, str) or kind not in self.parts:
                 raise unknown("part type", kind, tuple(self.parts), i, f"{here}.type")
             if kind == "text":
                 need_text(part.get("text"), i, f"{here}.text")
