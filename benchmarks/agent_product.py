@@ -84,9 +84,9 @@ def check_pair(
         found = check_history(after)
         if found:
             yield f"{end}: the request breaks {found[0]}"
-        if previous is not None and not any(a.done for a in report.actions):
-            if common_prefix(previous, prepared.messages) != len(previous):
-                yield f"{end}: I10, no action but another prefix"
+        acted = previous is None or any(a.done for a in report.actions)
+        if not acted and common_prefix(previous, prepared.messages) != len(previous):
+            yield f"{end}: I10, no action but another prefix"
         if report.tokens > window and report.floor_tokens > window:
             yield f"{end}: I12, the floor {report.floor_tokens} does not fit"
         added = ("memory_warning", "warning")

@@ -124,7 +124,7 @@ class Guidelines:
 
     @property
     def best(self) -> Guideline:
-        """The accepted version with the highest score; of equal ones the shorter, then the older."""
+        """The accepted version of the highest score; of equal ones the shorter, the older."""
         accepted = [g for g in self.versions if g.accepted]
         return max(accepted, key=_rank)
 

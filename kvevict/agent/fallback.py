@@ -6,9 +6,10 @@ Source: gemini-cli (after one failure only truncation is used), Codex (head trim
 
 from __future__ import annotations
 
+from kvevict.agent.choosing import anchors, oldest_until, outputs
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage
-from kvevict.agent.verbs import anchors, drop, oldest_until, outputs, truncate
+from kvevict.agent.verbs import drop, truncate
 
 KEEP_CHARS = 2_000  # of an old result; OpenCode's and Cline's bound for tool text
 

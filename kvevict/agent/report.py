@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from kvevict.agent.message_policy import Action
 from kvevict.agent.repairs import Repair
+from kvevict.agent.stages import Action
 from kvevict.agent.validate import Violation
 
 

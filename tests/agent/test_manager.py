@@ -19,14 +19,43 @@ from kvevict.agent.message_policy import (
     parse_message_policy,
 )
 from kvevict.agent.repairs import repair
+from kvevict.agent.resources import FolderResources
 from kvevict.agent.validate import common_prefix, validate
 from kvevict.errors import BudgetError, HistoryError, PolicyError
 
-IDS = """claude_code codex_local codex_remote opencode_prune opencode_compact amp_handoff
-anthropic_clear_tool_uses anthropic_clear_thinking anthropic_compact openai_compact memgpt
-letta_sliding complexity_trap_mask complexity_trap_summary complexity_trap_hybrid swe_agent_last_n
-acon gemini_mask gemini_compress openhands langchain_trim langchain_clear roo cline_basic pi shape
-streaming_llm h2o window random full""".split()
+IDS = [
+    "claude_code",
+    "codex_local",
+    "codex_remote",
+    "opencode_prune",
+    "opencode_compact",
+    "amp_handoff",
+    "anthropic_clear_tool_uses",
+    "anthropic_clear_thinking",
+    "anthropic_compact",
+    "openai_compact",
+    "memgpt",
+    "letta_sliding",
+    "complexity_trap_mask",
+    "complexity_trap_summary",
+    "complexity_trap_hybrid",
+    "swe_agent_last_n",
+    "acon",
+    "gemini_mask",
+    "gemini_compress",
+    "openhands",
+    "langchain_trim",
+    "langchain_clear",
+    "roo",
+    "cline_basic",
+    "pi",
+    "shape",
+    "streaming_llm",
+    "h2o",
+    "window",
+    "random",
+    "full",
+]
 
 
 def user(text):
@@ -151,6 +180,30 @@ def test_going_on_from_json_state_gives_the_same_bytes(policy, format):
         assert state == json.loads(json.dumps(whole.state))
         acted += bool(a.report.stages)
     assert acted
+
+
+def test_moved_cache_breakpoints_survive_the_state():
+    history = [user("go"), *steps(12, 600)]
+    for at in (2, 10):
+        history[at]["content"][0]["cache_control"] = {"type": "ephemeral"}
+    manager = HistoryManager("complexity_trap_mask:m=3")
+    out = manager.prepare(history).messages
+    marked = [i for i, m in enumerate(out) if "cache_control" in json.dumps(m)]
+    assert len(marked) == 2
+    assert not set(marked) & {2, 10}
+    again = HistoryManager("complexity_trap_mask:m=3", state=manager.state)
+    assert again.prepare(history).messages == out
+
+
+def test_resources_of_a_folder_stay_inside_it(tmp_path):
+    (tmp_path / "outside.txt").write_text("secret")
+    (tmp_path / "project").mkdir()
+    (tmp_path / "project" / "link").symlink_to(tmp_path / "outside.txt")
+    (tmp_path / "project" / "in.txt").write_text("fine")
+    resources = FolderResources(tmp_path / "project")
+    assert resources.file("in.txt") == "fine"
+    for path in ("../outside.txt", str(tmp_path / "outside.txt"), "link", "no", "a\0b", "."):
+        assert resources.file(path) == ""
 
 
 def test_state_is_a_copy_and_strange_states_are_refused():
@@ -393,7 +446,7 @@ def test_an_edit_that_inflates_is_left_out():
         def _edit(self, view, context):
             from kvevict.agent import edit
 
-            return edit.mask(view, {at: "x" * 9_000 for at in view.find("tool_result")})
+            return edit.mask(view, dict.fromkeys(view.find("tool_result"), "x" * 9000))
 
     history = [user("go"), *steps(3)]
     prepared = HistoryManager(Grow()).prepare(history)
@@ -444,8 +497,8 @@ def test_isolated_span_leaves_its_conclusion_only():
         "[Result of a sub-task (research)] the cause is the clock"
     )
     assert out.messages == [*history[:6], out.messages[6], history[-1]]
+    manager.isolate(2, 4, "half an atom")
     with pytest.raises(HistoryError):
-        manager.isolate(2, 4, "half an atom")
         manager.prepare([*history, *steps(1, 10, 90)])
 
 

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from kvevict.agent import memory
+from kvevict.agent.choosing import CLEARED
 from kvevict.agent.examples import login_bug
 from kvevict.agent.formats import to_normal
 from kvevict.agent.history import THINKING_KINDS
@@ -20,7 +21,6 @@ from kvevict.agent.message_policy import (
 )
 from kvevict.agent.policies.memgpt import WARNING
 from kvevict.agent.validate import common_prefix, validate
-from kvevict.agent.verbs import CLEARED
 from kvevict.errors import BudgetError, PolicyError
 
 POLICIES = sorted(message_policies())
@@ -230,13 +230,12 @@ def test_large_root_below_the_window_does_not_compact_every_call():
         return "short"
 
     messages = [user("x" * 270_000)]  # 90k tokens: above usable (72k), below W - O
-    manager = HistoryManager(
-        "opencode_compact", window=120_000, max_output=24_000, summarizer=summarizer
-    )
-    for n in range(30):
+    policy = "opencode_compact:tail_least=0,tail_most=10"
+    manager = HistoryManager(policy, window=120_000, max_output=24_000, summarizer=summarizer)
+    for n in range(20):
         messages += steps(1, 200, first=n)
         manager.prepare(messages)
-    assert len(asked) <= 2
+    assert 1 <= len(asked) <= 2
 
 
 def failing(kind):
@@ -409,6 +408,8 @@ def test_swe_agent_elides_observations_minus_n_minus_one():
     observations = 13  # with the instance template
     assert len(elided) == observations - 3 - 1
     assert elided[0] == "Old environment output: (1 lines omitted)"
+    batch = results(prepare("swe_agent_last_n:n=3,polling=10", messages).messages)
+    assert sum(r.startswith("Old environment") for r in batch) == 10 - 3 - 1
 
 
 def test_swe_agent_polling_breaks_the_prefix_once_in_ten_calls():

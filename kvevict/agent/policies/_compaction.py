@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from kvevict.agent.choosing import others
 from kvevict.agent.history import History
-from kvevict.agent.verbs import drop, others
+from kvevict.agent.verbs import drop
 
 
 def has_compaction(view: History) -> bool:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
+from kvevict.agent.choosing import block_size, choose, is_inserted, is_masked, outputs, real_users
 from kvevict.agent.history import Address, History
 from kvevict.agent.message_policy import Context
-from kvevict.agent.verbs import block_size, choose, is_inserted, is_masked, outputs, real_users
 from kvevict.policies import Window
 
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING
 
+from kvevict.agent.choosing import tool_name
 from kvevict.agent.graphemes import shorten
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context
-from kvevict.agent.verbs import tool_name
 
 if TYPE_CHECKING:
     from kvevict.agent.policies.claude_code import ClaudeCode

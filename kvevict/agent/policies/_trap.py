@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import choose, others, outputs, steps
 from kvevict.agent.history import Address, Block, History
 from kvevict.agent.message_policy import Context
-from kvevict.agent.verbs import LANGUAGE, ask_summary, choose, compact, mask, others, outputs, steps
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, mask
 from kvevict.policies import Window
 
 PREFIX = "[Summary of the earlier steps]\n"

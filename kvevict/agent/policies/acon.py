@@ -5,21 +5,11 @@ from pathlib import Path
 
 from kvevict.agent import edit
 from kvevict.agent.acon import DEFAULT_GUIDELINE, Guidelines
+from kvevict.agent.choosing import block_size, choose, is_masked, others, outputs, steps, whole
 from kvevict.agent.history import Address, History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
 from kvevict.agent.summarizers import SummaryInput
-from kvevict.agent.verbs import (
-    LANGUAGE,
-    ask_summary,
-    block_size,
-    choose,
-    compact,
-    is_masked,
-    others,
-    outputs,
-    steps,
-    whole,
-)
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import others
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage
 from kvevict.agent.policies._roots import edited_files
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 
 PREFIX = "[Handoff from an earlier thread]"
 HEADINGS = ("What matters for the goal", "Decisions", "State", "Open questions")

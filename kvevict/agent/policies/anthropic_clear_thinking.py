@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import choose
 from kvevict.agent.history import THINKING_KINDS, History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage
-from kvevict.agent.verbs import choose
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 

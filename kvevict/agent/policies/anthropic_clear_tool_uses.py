@@ -4,10 +4,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import choose, is_masked, outputs, tool_name
 from kvevict.agent.history import Address, History
 from kvevict.agent.memory import CLEARING_WARNING
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import choose, is_masked, mask, outputs, tool_name
+from kvevict.agent.verbs import mask
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import others
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage
 from kvevict.agent.policies._compaction import before_compaction, has_compaction
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 from kvevict.errors import PolicyError
 
 PREFIX = "<summary>\n"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import CLEARED, choose, loop_thinking, others, outputs, steps, whole
 from kvevict.agent.history import Block, History
 from kvevict.agent.message_policy import (
     Context,
@@ -14,21 +15,7 @@ from kvevict.agent.message_policy import (
 )
 from kvevict.agent.policies._roots import continuation, read_again
 from kvevict.agent.policies._superseded import superseded
-from kvevict.agent.verbs import (
-    CLEARED,
-    LANGUAGE,
-    ask_summary,
-    choose,
-    compact,
-    drop,
-    externalise,
-    loop_thinking,
-    mask,
-    others,
-    outputs,
-    steps,
-    whole,
-)
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, drop, externalise, mask
 from kvevict.policies import Window
 
 TOOLS = ("Read", "Bash", "Grep", "Glob", "WebSearch", "WebFetch", "Edit", "Write")

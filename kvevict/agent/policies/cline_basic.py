@@ -4,6 +4,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import choose, is_inserted, others, real_users
 from kvevict.agent.graphemes import shorten
 from kvevict.agent.history import MEDIA_KINDS, History
 from kvevict.agent.message_policy import (
@@ -14,7 +15,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import choose, compact, is_inserted, others, real_users
+from kvevict.agent.verbs import compact
 from kvevict.policies import Window
 
 PREFIX = "<SYSTEM_NOTICE>\n"

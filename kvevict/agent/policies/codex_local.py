@@ -3,6 +3,7 @@
 from dataclasses import dataclass, replace
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import anchors, choose, others, real_users
 from kvevict.agent.history import History, Message
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._codex import (
@@ -13,15 +14,7 @@ from kvevict.agent.policies._codex import (
     stale_developer,
     wrap,
 )
-from kvevict.agent.verbs import (
-    anchors,
-    ask_summary,
-    choose,
-    compact,
-    middle_out,
-    others,
-    real_users,
-)
+from kvevict.agent.verbs import ask_summary, compact, middle_out
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 

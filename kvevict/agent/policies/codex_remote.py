@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import anchors, choose, others, real_users
 from kvevict.agent.history import Block, History, Message
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._codex import (
@@ -14,7 +15,7 @@ from kvevict.agent.policies._codex import (
     wrap,
 )
 from kvevict.agent.policies._compaction import last_compaction
-from kvevict.agent.verbs import anchors, ask_summary, choose, compact, drop, others, real_users
+from kvevict.agent.verbs import ask_summary, compact, drop
 from kvevict.policies import Window
 
 

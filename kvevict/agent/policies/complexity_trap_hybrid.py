@@ -2,10 +2,10 @@
 
 from dataclasses import dataclass
 
+from kvevict.agent.choosing import anchors
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._trap import PREFIX, mask_old, summarise_oldest, unsummarised
-from kvevict.agent.verbs import anchors
 
 
 @dataclass(frozen=True)

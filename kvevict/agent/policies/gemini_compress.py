@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import block_size, choose, is_masked, others, outputs, real_users
 from kvevict.agent.graphemes import cut_after
 from kvevict.agent.history import Block, History
 from kvevict.agent.message_policy import (
@@ -15,19 +16,7 @@ from kvevict.agent.message_policy import (
 )
 from kvevict.agent.store import Store
 from kvevict.agent.summarizers import SummaryInput
-from kvevict.agent.verbs import (
-    LANGUAGE,
-    ask_summary,
-    block_size,
-    choose,
-    compact,
-    is_masked,
-    masked,
-    others,
-    outputs,
-    plain,
-    real_users,
-)
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, masked, plain
 from kvevict.policies import Window
 
 HEADINGS = ("overall_goal", "key_knowledge", "file_system_state", "recent_actions", "current_plan")

@@ -2,11 +2,12 @@
 
 from dataclasses import dataclass
 
+from kvevict.agent.choosing import block_size, choose, is_masked, outputs
 from kvevict.agent.graphemes import cut_after, cut_before
 from kvevict.agent.history import Address, Block, History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage, check_count
 from kvevict.agent.store import Store
-from kvevict.agent.verbs import block_size, choose, is_masked, mask, masked, outputs
+from kvevict.agent.verbs import mask, masked
 from kvevict.policies import Window
 
 EXEMPT = ("activate_skill", "ask_user", "enter_plan_mode", "exit_plan_mode")

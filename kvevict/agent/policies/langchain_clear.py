@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import choose, is_masked, outputs
 from kvevict.agent.history import Address, History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import choose, is_masked, mask, outputs
+from kvevict.agent.verbs import mask
 from kvevict.policies import Window
 
 PLACEHOLDER = "[cleared]"

@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from kvevict.agent.choosing import choose, real_users
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import choose, drop, real_users
+from kvevict.agent.verbs import drop
 from kvevict.errors import PolicyError
 from kvevict.policies import StreamingLLM, Window
 

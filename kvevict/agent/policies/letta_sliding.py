@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import others
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import (
     Context,
@@ -12,7 +13,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 
 PREFIX = "[Summary of the messages before]\n"
 PROMPT = (

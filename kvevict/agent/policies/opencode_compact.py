@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import block_size, oldest_until, others, real_users
 from kvevict.agent.history import History, Message
 from kvevict.agent.message_policy import (
     Context,
@@ -13,16 +14,7 @@ from kvevict.agent.message_policy import (
     check_share,
 )
 from kvevict.agent.policies._opencode import prunable
-from kvevict.agent.verbs import (
-    LANGUAGE,
-    ask_summary,
-    block_size,
-    compact,
-    mask,
-    oldest_until,
-    others,
-    real_users,
-)
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, mask
 
 HEADINGS = ("Goal", "Instructions", "Discoveries", "Accomplished", "Relevant files")
 QUESTION = "What did we do so far?"

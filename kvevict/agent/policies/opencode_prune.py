@@ -2,10 +2,11 @@
 
 from dataclasses import dataclass
 
+from kvevict.agent.choosing import block_size
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._opencode import prunable
-from kvevict.agent.verbs import block_size, mask
+from kvevict.agent.verbs import mask
 
 
 @dataclass(frozen=True)

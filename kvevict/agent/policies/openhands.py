@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import others, whole
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import (
     Context,
@@ -13,7 +14,7 @@ from kvevict.agent.message_policy import (
     check_share,
 )
 from kvevict.agent.summarizers import SummaryInput
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others, plain, whole
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, plain
 from kvevict.errors import PolicyError
 
 PREFIX = "<CONVERSATION SUMMARY>\n"

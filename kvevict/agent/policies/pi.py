@@ -3,9 +3,10 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import others
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, others
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 
 PREFIX = "The conversation history before this point was compacted into the following summary:\n"
 HEADINGS = (

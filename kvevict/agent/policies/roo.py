@@ -4,10 +4,11 @@ import re
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import anchors, others, real_users, whole
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
 from kvevict.agent.policies._roots import edited_files
-from kvevict.agent.verbs import LANGUAGE, anchors, ask_summary, compact, others, real_users, whole
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
 from kvevict.errors import PolicyError
 
 PREFIX = "[Conversation summary]\n"

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 
 from kvevict.agent import edit
+from kvevict.agent.choosing import CLEARED, choose, is_masked, loop_thinking, others, outputs, whole
 from kvevict.agent.history import Address, History
 from kvevict.agent.message_policy import (
     Context,
@@ -12,20 +13,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import (
-    CLEARED,
-    LANGUAGE,
-    ask_summary,
-    choose,
-    compact,
-    externalise,
-    is_masked,
-    loop_thinking,
-    mask,
-    others,
-    outputs,
-    whole,
-)
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, externalise, mask
 from kvevict.policies import Window
 
 PREFIX = "[Summary of the earlier conversation]\n"

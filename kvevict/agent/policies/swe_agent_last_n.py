@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
+from kvevict.agent.choosing import choose, outputs
 from kvevict.agent.history import Address, Block, History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import choose, mask, outputs
+from kvevict.agent.verbs import mask
 from kvevict.policies import Window
 
 
