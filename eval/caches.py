@@ -15,7 +15,7 @@ from kvevict.errors import CacheError, KvevictError, PolicyError
 from kvevict.models.generation import kept_tokens
 from kvevict.models.patch import patch
 from kvevict.models.stream import Step, stream
-from kvevict.policy import Policy, is_share, parse, share_of
+from kvevict.policy import Policy, is_share, parse, share_of, split_policy
 
 _SCALED = ("heavy", "window", "recent")  # what grows and shrinks with a budget; the head does not
 
@@ -100,6 +100,14 @@ def policies_at(
             if sized not in chosen:
                 chosen.append(sized)
     return chosen
+
+
+def short(policy: str) -> str:
+    """Return a policy's string without settings that have their default value, for tables."""
+    name, settings = split_policy(policy)
+    plain = parse(name)
+    kept = [f"{k}={v}" for k, v in settings.items() if v != str(getattr(plain, k)) or k in _SCALED]
+    return name + (":" + ",".join(kept) if kept else "")
 
 
 def at_budget(policy: Policy, budget: int) -> Policy:

@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from kvevict import console
 from kvevict.errors import KvevictError
 from kvevict.eval import options as o
 from kvevict.eval.caches import CacheSettings
@@ -170,7 +171,7 @@ def stream(
             done += gap_test.run(loaded, ids, policy, gaps, span=gap_span, **common)
         return done
 
-    columns = ("kind", "policy", "position", "gap", "positions", "nll", "stream_nll", "fresh_nll")
+    columns = ("policy", "position", "gap", "positions", "nll", "stream_nll", "fresh_nll")
     run.run(work, (*columns, "nll_delta", *_SPEED))
 
 
@@ -388,3 +389,7 @@ def divergence(
 
     columns = ("policy", "kl", "kl_low", "kl_high", "top1_agreement", "attention_mass")
     run.run(work, (*columns, "nll_delta", *_SPEED))
+
+
+if __name__ == "__main__":
+    console.run(app)

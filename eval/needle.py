@@ -131,6 +131,7 @@ class _Items:
         self._grid = grid
         self._filler = filler
         self._rows = rows
+        self._made: dict[Any, list[Item]] = {}
 
     def places(self) -> list[dict[str, Any]]:
         if self._rows is None:
@@ -152,18 +153,13 @@ class _Items:
     def of(self, key: dict[str, Any]) -> list[Item]:
         if self._rows is not None:
             return [item for item in self._rows if item.task == key["task"]]
-        grid = self._grid
-        return [
-            needle_data.make(
-                self._tokenizer,
-                key["task"],
-                key["length"],
-                key["depth"],
-                self._filler,
-                grid.seed * 1_000 + i,
-            )
-            for i in range(grid.samples)
-        ]
+        place = (key["task"], key["length"], key["depth"])
+        if place not in self._made:
+            seeds = [self._grid.seed * 1_000 + i for i in range(self._grid.samples)]
+            self._made[place] = [
+                needle_data.make(self._tokenizer, *place, self._filler, seed) for seed in seeds
+            ]
+        return self._made[place]
 
 
 def _ask(

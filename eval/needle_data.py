@@ -46,19 +46,21 @@ def make(tokenizer: Any, task: str, length: int, depth: float, filler: Filler, s
         item = TASKS[task](random.Random(f"{task}-{seed}"), depth, filler(count))
         return item, len(plain_ids(tokenizer, item.context))
 
-    low, high = 0, max(8, length)  # sentences; a sentence has at least one token
-    best, least = at(0)
+    least = at(0)[1]
     if least > length:
         raise KvevictError(
             f"task {task} needs at least {least} tokens of context: give a length above {length}"
         )
-    while low < high:  # the most sentences that fit
-        middle = (low + high + 1) // 2
-        item, size = at(middle)
-        if size <= length:
-            low, best = middle, item
+    low, high = 0, 16  # sentences of filler: the most that fit
+    while at(high)[1] <= length:
+        low, high = high, high * 2
+    while low < high - 1:
+        middle = (low + high) // 2
+        if at(middle)[1] <= length:
+            low = middle
         else:
-            high = middle - 1
+            high = middle
+    best = at(low)[0]
     return dataclasses.replace(best, task=task)
 
 

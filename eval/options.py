@@ -11,7 +11,7 @@ import typer
 
 from kvevict import console
 from kvevict.errors import KvevictError
-from kvevict.eval.caches import CacheSettings
+from kvevict.eval.caches import CacheSettings, short
 from kvevict.eval.grid import Outcome, join_ranks, leave_ranks, ranks
 from kvevict.eval.results import RunFolder
 from kvevict.eval.texts import Text, read
@@ -108,8 +108,11 @@ class Session:
         if self.as_json:
             console.emit(f"eval {self.command}", self.config, rows)
             return
-        present = [c for c in columns if any(c in row for row in rows)]
-        console.show(rows, present, title=f"{self.command}: {self.config['model']}")
+        for kind in dict.fromkeys(row.get("kind", self.command) for row in rows):
+            part = [row for row in rows if row.get("kind", self.command) == kind]
+            present = [c for c in columns if any(row.get(c) is not None for row in part)]
+            title = f"{kind}: {self.config['model']}"
+            console.show([{**r, "policy": short(r["policy"])} for r in part], present, title=title)
         if folder:
             typer.echo(f"Results: {folder.path}   Page: kvevict report {folder.path}")
 
