@@ -42,6 +42,9 @@ def attention_lse(
 def _flash_cpu(
     q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
+    if not k.shape[2]:  # the fused operation divides by the number of keys
+        dead = torch.full(q.shape[:3], float("-inf"), device=q.device)
+        return torch.zeros_like(q), dead
     bias = None
     if mask is not None:
         bias = torch.zeros(mask.shape, dtype=q.dtype).masked_fill_(~mask, float("-inf"))
