@@ -118,8 +118,9 @@ def decode(log: Sequence[Any], full: Sequence[Message], upto: int) -> tuple[Mess
 def _made(entry: Mapping[str, Any]) -> Message:
     raw = entry.get("raw")
     if raw is not None:
-        blocks = (Block("compaction", raw=raw, opaque=len(raw.get("encrypted_content") or "")),)
-        return Message(entry["role"], blocks, raw=raw, source=blocks, note=entry["note"])
+        hidden = len(raw.get("encrypted_content") or "")
+        item: tuple[Block, ...] = (Block("compaction", raw=raw, opaque=hidden),)
+        return Message(entry["role"], item, raw=raw, source=item, note=entry["note"])
     blocks = tuple(Block("text", text=text) for text in entry["texts"])
     return Message(entry["role"], blocks, note=entry["note"])
 

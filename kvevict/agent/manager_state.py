@@ -124,7 +124,10 @@ class ManagerState:
             if any(value < 0 for value in counts.values()):
                 raise ValueError(f"negative counts {counts}")
             return cls(
-                **counts,
+                at=counts["at"],
+                seen=counts["seen"],
+                sent=counts["sent"],
+                failures=counts["failures"],
                 memory=dict(state.get("memory", {})),
                 hidden=dict(state.get("hidden", {})),
                 pending=[dict(wish) for wish in state.get("pending", ())],
