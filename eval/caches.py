@@ -106,7 +106,12 @@ def short(policy: str) -> str:
     """Return a policy's string without settings that have their default value, for tables."""
     name, settings = split_policy(policy)
     plain = parse(name)
-    kept = [f"{k}={v}" for k, v in settings.items() if v != str(getattr(plain, k)) or k in _SCALED]
+    sizes = (*_SCALED, "budget", "sinks")
+    kept = [
+        f"{k}={v}"
+        for k, v in settings.items()
+        if (k in sizes and v != "0") or v != str(getattr(plain, k))
+    ]
     return name + (":" + ",".join(kept) if kept else "")
 
 

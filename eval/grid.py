@@ -105,6 +105,13 @@ def ranks() -> tuple[int, int]:
     return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
 
 
+def token_bar(total: int, name: str, done: int = 0) -> Any:
+    """Return a progress bar over a cell's tokens, on the first rank only."""
+    return tqdm(
+        total=total, initial=done, desc=name[:40], unit="tok", leave=False, disable=ranks()[0] > 0
+    )
+
+
 def join_ranks() -> None:
     """Meet the other ranks, where torchrun started several; accelerate picks the backend."""
     if ranks()[1] > 1:

@@ -21,10 +21,11 @@ from kvevict.eval.caches import (
     patched,
     policies_at,
 )
-from kvevict.eval.grid import Cell, Outcome, cells, run_cells
+from kvevict.eval.grid import Cell, Outcome, cells, run_cells, token_bar
 from kvevict.eval.kept_map import Snapshots
 from kvevict.eval.results import RunFolder
 from kvevict.eval.texts import Tokens
+from kvevict.models.stream import Step
 from kvevict.policy import Policy
 
 
@@ -94,7 +95,13 @@ def _score(
     cache = settings.cache(model, policy)
     shots = Snapshots(cache, len(ids))
     began = time.perf_counter()
-    nll, _ = feed(model, ids, cache, settings, on_step=shots.after)
+    with token_bar(len(ids), str(policy)) as bar:
+
+        def on_step(step: Step) -> None:
+            shots.after(step)
+            bar.update(len(step.nll))
+
+        nll, _ = feed(model, ids, cache, settings, on_step=on_step)
     seconds = time.perf_counter() - began
     row = settings.facts(cache)
     row["tokens_fed"] = len(ids)

@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kvevict.errors import KvevictError
 from kvevict.eval import statistics
 from kvevict.eval.caches import CacheSettings, feed, patched, policies_at
 from kvevict.eval.checkpoint import Checkpoints, Progress, check_savable
-from kvevict.eval.grid import Cell, Outcome, cells, ranks, run_cells
+from kvevict.eval.grid import Cell, Outcome, cells, ranks, run_cells, token_bar
 from kvevict.eval.kept_map import Snapshots
 from kvevict.eval.memory import resident_bytes
 from kvevict.eval.results import RunFolder
@@ -151,14 +150,7 @@ def _stream(job: _Job, cell: Cell) -> Outcome:
         cache, progress = found
     watch = _Watch(cache, job.bucket, Snapshots(cache, len(ids)), progress.notes)
     span = job.checkpoint_every or len(ids)
-    with tqdm(
-        total=len(ids),
-        initial=len(progress.nll),
-        desc=str(policy)[:40],
-        unit="tok",
-        leave=False,
-        disable=ranks()[0] > 0,
-    ) as bar:
+    with token_bar(len(ids), str(policy), len(progress.nll)) as bar:
 
         def on_step(step: Step) -> None:
             watch.after(step)
