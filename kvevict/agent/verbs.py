@@ -13,12 +13,13 @@ from typing import Any
 
 from kvevict.agent import edit
 from kvevict.agent.choosing import CLEARED, is_inserted, is_masked, whole
+from kvevict.agent.extractive import Plain
 from kvevict.agent.formats import get_format
 from kvevict.agent.graphemes import shorten
 from kvevict.agent.history import THINKING_KINDS, Address, Block, History, Message
 from kvevict.agent.message_policy import Context
 from kvevict.agent.store import Store
-from kvevict.agent.summarizers import Plain, SummaryInput
+from kvevict.agent.summarizers import SummaryInput
 
 LANGUAGE = "Write in the language that the user writes in."
 _LEAST = 24  # tokens below which a span is not worth a summary

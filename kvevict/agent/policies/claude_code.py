@@ -1,5 +1,6 @@
 """Claude Code's pipeline in the order of cost: snip, microcompact, collapse, autocompact."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from kvevict.agent import edit
@@ -121,7 +122,7 @@ class ClaudeCode(MessagePolicy, name="claude_code"):
             Stage("autocompact", "summarise", self._autocompact, self.due),
         )
 
-    def _share(self, share: float):
+    def _share(self, share: float) -> Callable[[History, Context], bool]:
         def due(view: History, context: Context) -> bool:
             if context.moment.force:
                 return False  # asked for compaction: straight to the last stage
