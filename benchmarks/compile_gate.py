@@ -98,7 +98,8 @@ def compile_case(case: Case, arch: str) -> Row:
     kernel = getattr(import_module(f"kvevict.kernels.{module}"), name)
     names = list(kernel.arg_names)
     signature = case.signature(names)
-    constants = {**case.constants, **dict.fromkeys(case.absent)}
+    given = {name: value for name, value in case.constants.items() if name in names}
+    constants = {**given, **dict.fromkeys(case.absent)}
     aligned = {
         (i,): [["tt.divisibility", 16]]
         for i, n in enumerate(names)

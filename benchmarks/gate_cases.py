@@ -1,7 +1,7 @@
 """What the compile gate compiles: each kernel with its types, constants and tile sizes."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class Case:
     absent: tuple[str, ...] = ()
     dots: bool = False
     half_out: bool = True
-    options: dict[str, int] = field(default_factory=dict)
 
     def signature(self, arg_names: list[str]) -> dict[str, str]:
         """Return the type of every argument as the ahead-of-time compiler wants it."""
@@ -95,6 +94,8 @@ def cases(arch: str, full: bool) -> Iterator[Case]:
     for rows in (1, 4, 16, 128) if full else (4, 128):
         yield _merge(128 if rows < 16 else 256, rows)
     yield from _moves(256)
+    if full:
+        yield from _ones(arch)
 
 
 def _precision(dtype: torch.dtype) -> dict[str, Any]:
@@ -160,6 +161,24 @@ def _merge(head_dim: int, rows: int) -> Case:
         "decode_merge_kernel.decode_merge_kernel", f"scores, pick, evict, {rows} rows",
         torch.bfloat16, head_dim, tile, constants,
     )  # fmt: skip
+
+
+def _ones(arch: str) -> Iterator[Case]:
+    """Yield kernels whose sizes are 1: a launch makes constants of those, in a code path apart."""
+    bf16 = torch.bfloat16
+    for case, sizes in (
+        (_column_sum(arch, 128, bf16, True), ("H", "BH", "M", "N", "q_lo")),
+        (_attention(arch, 128, bf16, True), ("H", "M", "N")),
+        (_split(arch, 128, bf16, "two_queries", 4), ("H", "Q", "C", "splits", "sinks")),
+        (_split(arch, 128, bf16, "rope", 4), ("Q", "splits")),
+        (_merge(128, 4), ("H", "Q", "C", "splits", "sinks", "recent")),
+        (_merge(128, 4), ("Q",)),
+        *((move, ("H", "T", "C")) for move in _moves(128)),
+    ):
+        ones = dict.fromkeys(sizes, 1)
+        yield replace(
+            case, label=f"sizes of 1: {', '.join(sizes)}", constants=case.constants | ones
+        )
 
 
 def _moves(head_dim: int) -> Iterator[Case]:

@@ -101,12 +101,12 @@ def attention_lse_kernel(
         acc, m, mass, q, rows, k_head, v_head, mask_head, stride_kn, stride_vn, full, stop, length,
         shift, scale_log2, D, DP, CAUSAL, True, HAS_MASK, BLOCK_N, UPCAST, PRECISION,
     )  # fmt: skip
-    dead = mass == 0.0
-    out = acc / tl.where(dead, 1.0, mass)[:, None]
+    # A row that has seen nothing: out 0, and a log-sum-exp that stays at -inf.
+    mass = tl.where(mass == 0.0, 1.0, mass)
     tl.store(
         out_ptr + (bq * M + rows)[:, None] * D + dims,
-        out,
+        acc / mass[:, None],
         mask=inside[:, None] & (dims < D)[None, :],
     )
-    lse = (m + tl.log2(tl.where(dead, 1.0, mass))) * 0.6931471805599453
-    tl.store(lse_ptr + bq * M + rows, tl.where(dead, float("-inf"), lse), mask=inside)
+    lse = (m + tl.log2(mass)) * 0.6931471805599453
+    tl.store(lse_ptr + bq * M + rows, lse, mask=inside)

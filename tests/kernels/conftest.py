@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvevict.kernels import reference
 
-GUARD = 64  # elements on either side; keeps the alignment of what lies between
+GUARD = 1 << 13  # elements on either side: a tile past the end stays inside; keeps alignment
 POISON = {torch.int64: -(2**62), torch.int32: -(2**30)}
 
 

@@ -147,6 +147,15 @@ def test_full_protection_has_no_victim_and_an_empty_slot_comes_first(draw, devic
         assert position.tolist() == [[place]]
 
 
+def test_oldest_outside_the_recent_is_a_candidate(draw, device):
+    position = torch.tensor([[[2, 0, 1]]], device=device)
+    now = torch.tensor([[2]], device=device)
+    k = draw(1, 1, 3, 64)
+    result = decode(draw(1, 1, 1, 64), k, k, position, now, recent=2, evict=True)
+    assert result.victim.item() == 1
+    assert position.tolist() == [[[2, -1, 1]]]
+
+
 def test_query_that_sees_nothing_gives_zero(draw, device):
     q, k = draw(1, 1, 2, 64), draw(1, 1, 3, 64)
     position = torch.tensor([[[0, 1, 2]]], device=device)

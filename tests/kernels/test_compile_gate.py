@@ -1,0 +1,93 @@
+"""The compile gate refuses what it should, and the counts behind the floors."""
+
+import csv
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from benchmarks import compile_gate, counting, gate_cases
+from benchmarks.gate_cases import cases
+from kvevict.kernels.tuning import ARCHES, TABLE, Config
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_every_config_is_compiled_for_every_architecture():
+    for arch in ARCHES:
+        tiles = {case.tile for case in cases(arch, full=False)}
+        own = {key[::2] + key[3:] for key in TABLE if key[1] == arch}
+        for (kernel, where, D, rows), tile in TABLE.items():
+            if where == arch or (where == "any" and (kernel, D, rows) not in own):
+                assert tile in tiles, (kernel, arch, D, rows)
+
+
+def test_published_table_is_of_these_configs_and_clean():
+    with (ROOT / "benchmarks/results/compile_gate.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert {row["verdict"] for row in rows} == {"ok"}
+    listed = {
+        (row["arch"], *(int(row[key]) for key in Config._fields))
+        for row in rows
+        if row["kernel"] in ("column_sum_kernel", "attention_lse_kernel", "decode_split_kernel")
+    }
+    for (_, arch, _, _), tile in TABLE.items():
+        for name in ARCHES if arch == "any" else (arch,):
+            if arch != "any":
+                assert (name, *tile) in listed
+
+
+def test_decode_floor_counts_keys_values_and_the_score_traffic():
+    alone = counting.decode(1, 8, 4, 1, 4096, 128)
+    scored = counting.decode(1, 8, 4, 1, 4096, 128, scored=True, victim=True)
+    per_key = (alone.nbytes - 2 * 32 * 128 * 2) / (8 * 4096)
+    assert per_key == 2 * 128 * 2 + 8
+    assert (scored.nbytes - alone.nbytes) / (8 * 4096) == 16 + 16 + 8 + 8
+    assert alone.flops == 4 * 32 * 4096 * 128
+
+
+def test_column_sum_needs_half_of_the_products_of_its_forward():
+    forward = counting.attention(1, 8, 4, 1000, 1000, 128)
+    sums = counting.column_sum(1, 8, 4, 1000, 1000, 128)
+    assert forward.flops == 2 * sums.flops
+    last = counting.column_sum(1, 8, 4, 1000, 1000, 128, q_lo=999)
+    assert last.flops == 2 * 32 * 1000 * 128
+
+
+def test_document_has_the_floors_of_the_count():
+    document = (ROOT / "docs/kernels.md").read_text()
+    assert counting.table() in document
+
+
+def test_benchmark_without_a_gpu_exits_two(monkeypatch, capsys):
+    from benchmarks import gpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert gpu.main([]) == 2
+    assert re.fullmatch(r".*needs a CUDA device.*\n", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+def test_gate_passes_on_a_subset(tmp_path, monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")  # must not matter: the gate clears it
+    out = tmp_path / "gate.csv"
+    for kernel in ("column_sum", "write_slot"):
+        arguments = ["--arch", "gfx942", "--arch", "sm_90", "--quick", "--kernel", kernel]
+        assert compile_gate.main([*arguments, "--out", str(out)]) == 0
+    with out.open() as file:
+        assert {row["arch"] for row in csv.DictReader(file)} == {"gfx942", "sm_90"}
+
+
+@pytest.mark.slow
+def test_gate_refuses_a_tile_that_spills(monkeypatch):
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    huge = Config(128, 128, 4, 3)
+    monkeypatch.setattr(gate_cases, "config", lambda *arguments: huge)
+    row = compile_gate.compile_case(
+        gate_cases._attention("sm_80", 128, torch.bfloat16, True), "sm_80"
+    )
+    assert "spilled" in row.verdict
+    assert "shared" in row.verdict
