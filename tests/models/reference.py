@@ -49,9 +49,10 @@ class Reference:
             h = self._norm(x, name + "post_attention_layernorm.weight")
             gate = h @ self.weights[name + "mlp.gate_proj.weight"].T
             up = h @ self.weights[name + "mlp.up_proj.weight"].T
-            x = x + (gate / (1 + np.exp(-gate)) * up) @ self.weights[
-                name + "mlp.down_proj.weight"
-            ].T
+            x = (
+                x
+                + (gate / (1 + np.exp(-gate)) * up) @ self.weights[name + "mlp.down_proj.weight"].T
+            )
         return self._norm(x, "model.norm.weight") @ self.weights["lm_head.weight"].T
 
     def _norm(self, x: Array, name: str) -> Array:
@@ -69,9 +70,7 @@ class Reference:
 
     # -- full attention under a mask, one query at a time -----------------------------------------
 
-    def masked(
-        self, ids: list[int], visible: Callable[[int], list[int]], in_cache: bool
-    ) -> Array:
+    def masked(self, ids: list[int], visible: Callable[[int], list[int]], in_cache: bool) -> Array:
         """Let query i see exactly the tokens `visible(i)`, itself last.
 
         With in_cache, what it sees is numbered 0..m-1 and every key is turned to its number anew:
@@ -142,7 +141,9 @@ class Reference:
         result = H2OResult()
         group, capacity = self.heads // self.kv_heads, heavy + recent + sinks
 
-        def keep(stored: list[int], score: dict[int, float], limit: int) -> list[int]:
+        def keep(
+            stored: list[int], score: dict[int, float], limit: int, heavy: int = heavy
+        ) -> list[int]:
             if len(stored) <= limit:
                 return stored
             newest = max(stored)
@@ -166,7 +167,7 @@ class Reference:
                 columns: list[dict[int, float]] = []
                 for h in range(self.kv_heads):
                     if early:
-                        stored[h] = keep(stored[h], scores[h], capacity - length)
+                        stored[h] = keep(stored[h], scores[h], capacity - 1, heavy - 1)
                     seen = stored[h] + new
                     at = list(range(len(seen))) if in_cache else seen
                     keys = self.rope(k[h, seen], at)
@@ -196,7 +197,9 @@ class Reference:
                     result.most = max(result.most, len(stored[h]))
                 start += length
             result.kept.append(stored)
-            result.scores.append([[s[j] for j in kept] for kept, s in zip(stored, scores, strict=True)])
+            result.scores.append(
+                [[s[j] for j in kept] for kept, s in zip(stored, scores, strict=True)]
+            )
             return out
 
         result.logits = self.forward(ids, attend)

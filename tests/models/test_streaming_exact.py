@@ -158,9 +158,7 @@ def test_reference_equals_transformers_itself(
     assert difference(feed(tiny, DynamicCache(), ids, [50])[0], oracle(tiny).full(ids)) < CLOSE
 
 
-def test_half_precision_stays_near_the_exact_result(
-    make_tiny: Any, draw: Any, feed: Any
-) -> None:
+def test_half_precision_stays_near_the_exact_result(make_tiny: Any, draw: Any, feed: Any) -> None:
     # The head is turned from an untouched copy: bfloat16 must not drift over many steps.
     model = make_tiny(0, initializer_range=0.1)
     ids = draw(300, seed=6)
