@@ -61,8 +61,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--kernel", default="", help="only kernels whose name contains this")
     parser.add_argument("--quick", action="store_true", help="each tile size once on every arch")
     parser.add_argument("--out", type=Path, default=RESULTS, help="CSV file, empty for none")
+    parser.add_argument("--table", action="store_true", help="print the last run's table, only")
     parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
+    if options.table:
+        print(markdown(options.out))
+        return 0
     if not options.here:
         return _in_clean_process(sys.argv[1:] if argv is None else argv)
     rows = []
@@ -167,6 +171,23 @@ def _line(row: Row) -> str:
         f"{row.shared_bytes / 1024:.0f} KiB shared, {row.local_bytes} B spilled, "
         f"{row.tensor_cores or '-'} [{row.case}] {row.verdict}"
     )
+
+
+def markdown(path: Path = RESULTS) -> str:
+    """Return the table of docs/kernels.md: what every architecture compiles, by kernel and size."""
+    with path.open() as file:
+        rows = list(csv.DictReader(file))
+    found: dict[tuple[str, ...], dict[str, str]] = {}
+    for row in rows:
+        key = (row["kernel"], row["case"], f"{row['head_dim']} {row['dtype']}")
+        cell = f"{row['registers']} / {int(row['shared_bytes']) / 1024:.0f} / {row['local_bytes']}"
+        found.setdefault(key, {})[row["arch"]] = f"{cell} {row['tensor_cores']}".strip()
+    lines = [f"| kernel | options | D | {' | '.join(ARCHES)} |", "|---" * (3 + len(ARCHES)) + "|"]
+    for (kernel, *rest), cells in sorted(found.items()):
+        if set(cells) == set(ARCHES):
+            name = kernel.removesuffix("_kernel")
+            lines.append(f"| `{name}` | {' | '.join([*rest, *(cells[a] for a in ARCHES)])} |")
+    return "\n".join(lines)
 
 
 def kernel_commit() -> str:
