@@ -59,7 +59,8 @@ def eviction_attention(
     """
     calls = probe_calls.get()
     if calls is not None:
-        calls.append({"module": module, "key": key, **kwargs})
+        known = {"module": module, "key": key, "value": value, "mask": attention_mask}
+        calls.append({**known, **kwargs})
     layer = kvevict_layer
     if layer is None:
         cache = forward_cache.get()

@@ -5,6 +5,7 @@ hook before and one after the base model's forward, and (with a policy) wraps
 `_prepare_cache_for_generation` on the instance. No modeling file is edited and no module patched.
 """
 
+import functools
 import inspect
 from types import TracebackType
 from typing import Any, Self
@@ -18,6 +19,7 @@ from kvevict.cache import Backend, EvictionCache, EvictionLayer, Positions
 from kvevict.errors import PolicyError, UnsupportedModelError
 from kvevict.models import attention
 from kvevict.models.probe import Findings, probe
+from kvevict.models.selfcheck import self_check
 from kvevict.policy import Policy, parse
 
 
@@ -63,7 +65,10 @@ class Patch:
         model: the patched model.
         policy: the default policy of `generate`, or None.
         findings: what the probe measured.
+        pads_problem: why left-padded rows are refused, or None.
     """
+
+    pads_problem: str | None = None
 
     def __init__(
         self,
@@ -88,13 +93,17 @@ class Patch:
                     "AttentionInterface (missing part: the bridge), so nothing can be evicted"
                 )
             self.findings: Findings = probe(model)
-            base = model.base_model
+            base = _base_model(model)
             self._hooks = [
                 base.register_forward_pre_hook(self._before, with_kwargs=True),
                 base.register_forward_hook(self._after),
             ]
             self._names = list(inspect.signature(type(base).forward).parameters)[1:]
             model._kvevict = self
+            model.prepare_inputs_for_generation = self._keep_cache(
+                model.prepare_inputs_for_generation
+            )
+            self.pads_problem = self_check(model, cache_argument(model))
             if policy is not None:
                 # Shows bad settings and missing parts now rather than at the first forward.
                 EvictionCache(
@@ -121,7 +130,8 @@ class Patch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self.model.__dict__.pop("_prepare_cache_for_generation", None)
+        for name in ("_prepare_cache_for_generation", "prepare_inputs_for_generation"):
+            self.model.__dict__.pop(name, None)
         self.model.__dict__.pop("_kvevict", None)
         if self.model.config.get_text_config(decoder=True)._attn_implementation == attention.NAME:
             self.model.set_attn_implementation(self._previous)
@@ -155,7 +165,6 @@ class Patch:
             UnsupportedModelError: in-cache positions on a model whose rotation was not found.
         """
         ours = [i for i, x in enumerate(layers) if isinstance(x, EvictionLayer)]
-        self.findings.check_layers(ours)
         none: list[Any] = [None] * len(layers)
         extents = policy.extents
         if extents is None:
@@ -164,9 +173,15 @@ class Patch:
         if asked == "original" or (asked == "auto" and ranked):
             return "original", none
         missing = [i for i in ours if self.findings.ropes[i] is None]
+        problem = self.findings.in_cache_problem
+        if (missing or problem) and asked == "auto" and not extents[0]:
+            return "original", none
+        if problem:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type}: no positions inside the cache, {problem} (missing "
+                'part: positions); use positions="original" within the trained length'
+            )
         if missing:
-            if asked == "auto" and not extents[0]:
-                return "original", none
             raise UnsupportedModelError(
                 f"{self.model.config.model_type}: positions inside the cache need a rotary "
                 f"embedding that shifts (missing part: positions, layers {missing}); use "
@@ -223,6 +238,8 @@ class Patch:
                 "a prepared 4D attention mask with an eviction cache: give the 2D mask"
             )
         plan = cache.begin(self, new.shape[0], new.shape[1], mask, new.device)
+        if plan.padded:
+            self._check_padded(cache, mask, plan.seen + plan.length)
         kwargs["position_ids"] = cache.fed(plan).expand(new.shape[0], -1)
         if all(isinstance(layer, EvictionLayer) for layer in cache.layers):
             # A 4D mask is handed through untouched, and our attention ignores it.
@@ -235,6 +252,34 @@ class Patch:
         if cache is not None:
             attention.forward_cache.set(None)
             cache.finish()
+
+    def _check_padded(self, cache: EvictionCache, mask: Tensor | None, columns: int) -> None:
+        """Refuse pads that this model, or its layers of transformers' own, would not leave out."""
+        if self.pads_problem is not None:
+            raise UnsupportedModelError(f"{self.pads_problem}: feed rows of equal length")
+        stock = any(not isinstance(layer, EvictionLayer) for layer in cache.layers)
+        if stock and (mask is None or mask.shape[1] != columns):
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type}: beside layers of transformers' own a padded batch "
+                f"needs the whole attention_mask at every step, {columns} columns"
+            )
+
+    def _keep_cache(self, prepare: Any) -> Any:
+        """Wrap `prepare_inputs_for_generation`: a model that drops the cache is stopped there."""
+
+        @functools.wraps(prepare)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            inputs = prepare(*args, **kwargs)
+            name = cache_argument(self.model)
+            given = kwargs.get(name)
+            if isinstance(given, EvictionCache) and inputs.get(name) is not given:
+                raise UnsupportedModelError(
+                    f"{self.model.config.model_type}: at {given.seen} tokens it drops its cache to "
+                    "start over with other positions; generate up to there, or use kvevict.stream"
+                )
+            return inputs
+
+        return checked
 
     def _prepare_cache(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -272,6 +317,23 @@ def cache_argument(model: Any) -> str:
     return "cache" if "cache" in names else "past_key_values"
 
 
+def _base_model(model: Any) -> Any:
+    """Return the module whose forward announces a cache: the decoder without its head."""
+    finders = (
+        lambda: model.get_decoder(),
+        lambda: model.base_model,
+        lambda: model.model,  # Llama 4 text, where the first two are the model itself
+    )
+    for find in finders:
+        try:
+            found = find()
+        except AttributeError:
+            continue
+        if isinstance(found, torch.nn.Module) and found is not model:
+            return found
+    return model
+
+
 def _check_model(model: Any) -> Any:
     """Return the attention implementation in force, or refuse what is no decoder."""
     config = getattr(model, "config", None)
@@ -284,7 +346,7 @@ def _check_model(model: Any) -> Any:
         raise UnsupportedModelError(
             f"{config.model_type}: an encoder-decoder has cross attention; give a decoder-only one"
         )
-    if model.base_model is model:
+    if _base_model(model) is model:
         raise UnsupportedModelError(
             f"{type(model).__name__}: give the model with its head, such as AutoModelForCausalLM"
         )

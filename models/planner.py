@@ -15,7 +15,7 @@ from transformers.masking_utils import sdpa_mask
 
 from kvevict.errors import PolicyError, UnsupportedModelError
 from kvevict.models import attention
-from kvevict.models.probe import check_calls, run_once
+from kvevict.models.probe import check_calls, refuse, run_once
 from kvevict.policy import Policy, parse
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer
@@ -120,15 +120,6 @@ def _layers(config_or_name: Any, dtype: str) -> list[Any]:
         ) from error
     model = model.to(getattr(torch, dtype))
     cache, calls = run_once(model, 0)
-    problems = check_calls(cache, calls)
-    evicting = [i for i, x in enumerate(cache.layers) if type(x) is DynamicLayer]
-    if not evicting:
-        kinds = sorted({type(x).__name__ for x in cache.layers})
-        raise UnsupportedModelError(
-            f"{config.model_type}: no layer with full attention to evict from ({', '.join(kinds)})"
-        )
-    for index in evicting:
-        if index in problems:
-            raise UnsupportedModelError(f"{config.model_type}, layer {index}: {problems[index]}")
+    refuse(config.model_type, check_calls(cache, calls))
     assert isinstance(cache, DynamicCache)
     return list(cache.layers)

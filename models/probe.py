@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.cache_utils import DynamicCache
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvevict.errors import UnsupportedModelError
 from kvevict.models import attention
@@ -19,14 +19,22 @@ from kvevict.models.rope import Rope, fit
 
 _TOKENS = 6
 _SHIFT = 37
-# Options that change the logits; dropping one silently would be wrong.
-_OPTIONS = {
-    "softcap": "logit soft-capping",
-    "s_aux": "learned sinks (s_aux)",
-    "position_bias": "a position bias",
-    "sliding_window": "a sliding window on a layer of full attention",
-}
+# What attention modules pass beside queries, keys, values and mask without changing the logits, or
+# what the attention function honours. Anything else is refused rather than dropped.
+_HONOURED = frozenset(
+    ("module", "key", "value", "mask", "softcap", "s_aux", "is_causal", "sliding_window")
+)
+_HARMLESS = frozenset(
+    "position_ids use_cache cache past_key_values output_attentions output_hidden_states layer_idx "
+    "output_router_logits return_dict logits_to_keep".split()
+)
+_NAMES = {"position_bias": "a position bias", "block_indices": "block-sparse attention"}
 _BOUNDED = ("dynamic", "longrope")  # rope types whose frequencies change with the length
+_ROPE_PARAMETERS = frozenset(
+    "rope_type type rope_theta factor partial_rotary_factor attention_factor beta_fast beta_slow "
+    "mscale mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor truncate "
+    "original_max_position_embeddings max_position_embeddings llama_4_scaling_beta".split()
+)
 
 
 @dataclass
@@ -36,26 +44,14 @@ class Findings:
     Attributes:
         model_type: of the model, for messages.
         ropes: each layer's rotation, None where none fits.
-        problems: for each layer that cannot serve an eviction cache, the missing part.
-        position_limit: positions that may be fed, where the rope type bounds them.
+        position_limit: positions that may be fed before something about them changes.
+        in_cache_problem: why positions inside the cache are not to be had, whatever the layers.
     """
 
     model_type: str
     ropes: list[Rope | None] = field(default_factory=list)
-    problems: dict[int, str] = field(default_factory=dict)
     position_limit: int | None = None
-
-    def check_layers(self, layers: list[int]) -> None:
-        """Refuse layers that cannot serve.
-
-        Raises:
-            UnsupportedModelError: with the first missing part.
-        """
-        for index in layers:
-            if index in self.problems:
-                raise UnsupportedModelError(
-                    f"{self.model_type}, layer {index}: {self.problems[index]}"
-                )
+    in_cache_problem: str | None = None
 
 
 def probe(model: Any) -> Findings:
@@ -65,14 +61,32 @@ def probe(model: Any) -> Findings:
         model: with kvevict's attention function selected.
 
     Raises:
-        UnsupportedModelError: the model does not run on plain token ids and positions.
+        UnsupportedModelError: with the first missing part.
     """
-    findings = Findings(model.config.model_type)
+    config = model.config.get_text_config(decoder=True)
+    findings = Findings(config.model_type)
     first, calls = run_once(model, 0)
-    findings.problems = check_calls(first, calls)
+    refuse(config.model_type, check_calls(first, calls))
     findings.ropes = _ropes(model, first)
-    findings.position_limit = _limit(model.config.get_text_config(decoder=True))
+    evicting = [i for i, x in enumerate(first.layers) if type(x) is DynamicLayer]
+    if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
+        _check_positions(model, config)
+    findings.position_limit, findings.in_cache_problem = _limits(config)
+    if _table_dims(model):  # which has an end
+        table = config.max_position_embeddings
+        findings.position_limit = min(findings.position_limit or table, table)
     return findings
+
+
+def refuse(model_type: str, problems: dict[int, str]) -> None:
+    """Refuse a model for its first problem.
+
+    Raises:
+        UnsupportedModelError: if there is one.
+    """
+    for index, problem in sorted(problems.items()):
+        where = f"{model_type}, layer {index}" if index >= 0 else model_type
+        raise UnsupportedModelError(f"{where}: {problem}")
 
 
 def check_calls(cache: Any, calls: list[dict[str, Any]]) -> dict[int, str]:
@@ -82,27 +96,97 @@ def check_calls(cache: Any, calls: list[dict[str, Any]]) -> dict[int, str]:
         cache: transformers' own, after one forward.
         calls: what the attention function was called with during it.
     """
-    by_layer = {getattr(c["module"], "layer_idx", None): c for c in calls}
-    found = {i: _problem(x, by_layer.get(i)) for i, x in enumerate(cache.layers)}
+    by_layer: dict[int, list[dict[str, Any]]] = {}
+    for call in calls:
+        by_layer.setdefault(getattr(call["module"], "layer_idx", -1), []).append(call)
+    found = {
+        index: _problem(layer, by_layer.get(index, [])) for index, layer in enumerate(cache.layers)
+    }
+    for index in by_layer.keys() - found.keys():
+        found[index] = "its attention does not name its layer (missing part: the bridge)"
+    if not any(type(x) is DynamicLayer for x in cache.layers):
+        kinds = ", ".join(sorted({type(x).__name__ for x in cache.layers})) or "none"
+        found[-1] = f"no layer has full attention to evict from (layers: {kinds})"
     return {index: problem for index, problem in found.items() if problem}
 
 
-def _problem(layer: Any, call: dict[str, Any] | None) -> str | None:
-    if call is None:
+def _problem(layer: Any, calls: list[dict[str, Any]]) -> str | None:
+    if type(layer).__name__ == "DummyLayer":  # from transformers 5.24 on
+        return "it reads the keys of another layer (missing part: scores)" if calls else None
+    if type(layer) is not DynamicLayer:
+        return None  # transformers' own layer, mask and attention serve it
+    if not calls:
         return "its attention does not go through AttentionInterface (missing part: the bridge)"
-    keys = getattr(layer, "keys", None)
-    if not isinstance(keys, Tensor) or keys.shape != call["key"].shape:
-        return "it attends to other keys than it caches, as MLA does (missing part: scores)"
-    for name, what in _OPTIONS.items():
-        if call.get(name) is not None:
+    if len(calls) > 1:
+        return "it attends several times in one forward (missing part: the bridge)"
+    call = calls[0]
+    for name in ("keys", "values"):
+        cached, seen = getattr(layer, name, None), call[name[:-1]]
+        same = isinstance(cached, Tensor) and cached.shape == seen.shape
+        if not same or (seen.device.type != "meta" and not torch.equal(cached, seen)):
+            return f"it attends to other {name} than it caches, as MLA does (missing part: scores)"
+    for name, value in call.items():
+        if name not in _HONOURED | _HARMLESS and value is not None and value is not False:
+            what = _NAMES.get(name, f"the option {name}")
             return f"{what} is not supported (missing part: scores)"
-    if getattr(call["module"], "is_causal", True) is False:
+    if call.get("sliding_window") is not None:
+        return "a sliding window on a layer of full attention (missing part: positions)"
+    causal = call.get("is_causal")
+    causal = getattr(call["module"], "is_causal", True) if causal is None else causal
+    if causal is False and call["mask"] is None:
         return "its attention is not causal (missing part: positions)"
+    if call["mask"] is not None and not _is_causal_mask(call["mask"]):
+        return "its mask is not the causal one (missing part: positions)"
     return None
 
 
-def run_once(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
-    """Run six tokens from a position on; return transformers' cache and the attention calls."""
+def _is_causal_mask(mask: Any) -> bool:
+    """Whether a mask says no more than that a token sees itself and what came before."""
+    if not isinstance(mask, Tensor) or mask.device.type == "meta":
+        return isinstance(mask, Tensor)
+    n = mask.shape[-1]
+    if mask.ndim != 4 or mask.shape[-2] != n:
+        return False
+    causal = torch.ones(n, n, dtype=torch.bool, device=mask.device).tril()
+    if mask.dtype == torch.bool:
+        return bool((mask == causal).all())
+    seen, hidden = mask.masked_select(causal), mask.masked_select(~causal)
+    return bool((seen == 0).all()) and bool((hidden <= -1e4).all())
+
+
+def _check_positions(model: Any, config: Any) -> None:
+    """Tell layers without positions (NoPE) from a model that does not let them be set.
+
+    Six equal tokens have equal keys in the first layer exactly if nothing marks their places.
+
+    Raises:
+        UnsupportedModelError: a model that numbers its tokens itself.
+    """
+    cache, _ = run_once(model, 0, equal=True)
+    keys = next(x.keys for x in cache.layers if type(x) is DynamicLayer)
+    spread = (keys - keys[:, :, :1]).abs().max() / keys.abs().max().clamp_min(1e-12)
+    tol = 1e-4 if keys.dtype in (torch.float32, torch.float64) else 3e-2
+    if spread > tol and not _is_hybrid(cache):
+        raise UnsupportedModelError(
+            f"{config.model_type}: it numbers its tokens itself and ignores position_ids (missing "
+            "part: positions)"
+        )
+
+
+def _is_hybrid(cache: Any) -> bool:
+    """Whether recurrent or sliding layers before the first full one may tell places apart."""
+    return type(cache.layers[0]) is not DynamicLayer
+
+
+def run_once(model: Any, position: int, equal: bool = False) -> tuple[Any, list[dict[str, Any]]]:
+    """Run six tokens, equal or all different, from a position on.
+
+    Returns:
+        transformers' cache and the calls of the attention function.
+
+    Raises:
+        UnsupportedModelError: the model does not run on plain token ids and positions.
+    """
     config = model.config.get_text_config(decoder=True)
     names = inspect.signature(type(model).forward).parameters
     if "position_ids" not in names and "kwargs" not in names:
@@ -111,7 +195,7 @@ def run_once(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
         )
     cache = DynamicCache(config=config)
     device = model.get_input_embeddings().weight.device
-    ids = (torch.arange(_TOKENS, device=device) * 7 + 3) % config.vocab_size
+    ids = (torch.arange(_TOKENS, device=device) * (0 if equal else 7) + 3) % config.vocab_size
     given = {
         "input_ids": ids[None],
         "position_ids": torch.arange(position, position + _TOKENS, device=device)[None],
@@ -125,7 +209,14 @@ def run_once(model: Any, position: int) -> tuple[Any, list[dict[str, Any]]]:
         model.eval()
         with torch.no_grad():
             model(**given)
-    except (TypeError, ValueError, IndexError, RuntimeError) as error:
+    except (
+        AttributeError,
+        IndexError,
+        NotImplementedError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    ) as error:
         raise UnsupportedModelError(
             f"{config.model_type}: a forward on plain token ids failed (missing part: positions): "
             f"{str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__}"
@@ -143,6 +234,7 @@ def _ropes(model: Any, first: Any) -> list[Rope | None]:
     except UnsupportedModelError:  # learned positions that end before the shift
         return none
     buffers = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and b.ndim == 1]
+    buffers += [_table_frequencies(n) for n in _table_dims(model)]
     candidates: list[Tensor] = []
     for buffer in buffers:
         if not any(b.shape == buffer.shape and torch.equal(b, buffer) for b in candidates):
@@ -166,12 +258,32 @@ def _ropes(model: Any, first: Any) -> list[Rope | None]:
     return ropes
 
 
-def _limit(config: Any) -> int | None:
+def _table_dims(model: Any) -> set[int]:
+    """Return how many dims are rotated where a table stands for frequencies (GPT-J, CodeGen)."""
+    found = (
+        getattr(x, "rotary_dim", None) for x in model.modules() if hasattr(x, "embed_positions")
+    )
+    return {n for n in found if isinstance(n, int) and n > 0 and n % 2 == 0}
+
+
+def _table_frequencies(dims: int) -> Tensor:
+    """Return the frequencies of a table: Su et al. 2021 with base 10,000."""
+    return 10_000.0 ** (-torch.arange(0, dims, 2, dtype=torch.float64) / dims)
+
+
+def _limits(config: Any) -> tuple[int | None, str | None]:
+    """Return up to which position nothing changes, and why in-cache positions cannot be had."""
     parameters = getattr(config, "rope_parameters", None) or {}
     nested = [p for p in parameters.values() if isinstance(p, dict)] or [parameters]
+    unknown = sorted({str(key) for entry in nested for key in entry.keys() - _ROPE_PARAMETERS})
+    if unknown:
+        return None, f"its rope parameters {unknown} are not known"
+    if getattr(config, "attn_temperature_tuning", False):
+        return None, "its attention temperature follows the number of tokens seen"
     bounds = [
         entry.get("original_max_position_embeddings") or config.max_position_embeddings
         for entry in nested
-        if entry.get("rope_type") in _BOUNDED
+        # The last scales queries by their position, constant below the original length.
+        if entry.get("rope_type") in _BOUNDED or entry.get("llama_4_scaling_beta")
     ]
-    return min(bounds) if bounds else None
+    return (min(bounds) if bounds else None), None
