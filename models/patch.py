@@ -178,8 +178,8 @@ class Patch:
             return "original", none
         if problem:
             raise UnsupportedModelError(
-                f"{self.model.config.model_type}: no positions inside the cache, {problem} (missing "
-                'part: positions); use positions="original" within the trained length'
+                f"{self.model.config.model_type}: no positions inside the cache, {problem} "
+                '(missing part: positions); use positions="original" within the trained length'
             )
         if missing:
             raise UnsupportedModelError(
@@ -260,8 +260,8 @@ class Patch:
         stock = any(not isinstance(layer, EvictionLayer) for layer in cache.layers)
         if stock and (mask is None or mask.shape[1] != columns):
             raise UnsupportedModelError(
-                f"{self.model.config.model_type}: beside layers of transformers' own a padded batch "
-                f"needs the whole attention_mask at every step, {columns} columns"
+                f"{self.model.config.model_type}: beside layers of transformers' own a padded "
+                f"batch needs the whole attention_mask at every step, {columns} columns"
             )
 
     def _keep_cache(self, prepare: Any) -> Any:

@@ -25,15 +25,42 @@ _HONOURED = frozenset(
     ("module", "key", "value", "mask", "softcap", "s_aux", "is_causal", "sliding_window")
 )
 _HARMLESS = frozenset(
-    "position_ids use_cache cache past_key_values output_attentions output_hidden_states layer_idx "
-    "output_router_logits return_dict logits_to_keep".split()
+    [
+        "position_ids",
+        "use_cache",
+        "cache",
+        "past_key_values",
+        "output_attentions",
+        "output_hidden_states",
+        "layer_idx",
+        "output_router_logits",
+        "return_dict",
+        "logits_to_keep",
+    ]
 )
 _NAMES = {"position_bias": "a position bias", "block_indices": "block-sparse attention"}
 _BOUNDED = ("dynamic", "longrope")  # rope types whose frequencies change with the length
 _ROPE_PARAMETERS = frozenset(
-    "rope_type type rope_theta factor partial_rotary_factor attention_factor beta_fast beta_slow "
-    "mscale mscale_all_dim short_factor long_factor low_freq_factor high_freq_factor truncate "
-    "original_max_position_embeddings max_position_embeddings llama_4_scaling_beta".split()
+    [
+        "rope_type",
+        "type",
+        "rope_theta",
+        "factor",
+        "partial_rotary_factor",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "short_factor",
+        "long_factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "truncate",
+        "original_max_position_embeddings",
+        "max_position_embeddings",
+        "llama_4_scaling_beta",
+    ]
 )
 
 
