@@ -154,6 +154,17 @@ def middle_out(text: str, tokens: int, context_size: Callable[[str], int]) -> st
 # -- drop -----------------------------------------------------------------------------------------
 
 
+def opening(view: History, lost: Collection[int]) -> set[int]:
+    """Return what must stay of `lost` so that a user message is first where it must be (I5)."""
+    if not lost or not get_format(view.format).rules.first_user:
+        return set()
+    first = next((i for i in range(view.prefix, len(view)) if i not in lost), len(view))
+    if first == len(view) or view.messages[first].role == "user":
+        return set()
+    openings = [g for g in view.groups if g.role == "user" and g.stop <= first]
+    return {i for g in openings[-1:] for i in range(g.start, g.stop)}
+
+
 def drop(view: History, gone: Collection[int]) -> History:
     """Drop messages; a group of which any message stays, stays whole.
 
@@ -162,11 +173,7 @@ def drop(view: History, gone: Collection[int]) -> History:
     lost = set(gone)
     stays = whole(view, [i for i in range(len(view)) if i not in lost])
     lost -= stays
-    if lost and get_format(view.format).rules.first_user:
-        first = next((i for i in range(view.prefix, len(view)) if i not in lost), len(view))
-        if first < len(view) and view.messages[first].role != "user":
-            openings = [g for g in view.groups if g.role == "user" and g.stop <= first]
-            lost -= {i for g in openings[-1:] for i in range(g.start, g.stop)}
+    lost -= opening(view, lost)
     return edit.drop_messages(view, lost) if lost else view
 
 
@@ -274,13 +281,21 @@ def compact(
         at: where `before` goes instead, an index of `view`.
     """
     lost = set(gone)
+    if not before:
+        lost -= opening(view, lost)
     place = min(lost) if at is None and lost else at if at is not None else len(view)
     place = max(place, view.prefix)
     kept_before = sum(1 for i in range(place) if i not in lost)
     new = edit.drop_messages(view, lost) if lost else view
     if before:
         new = edit.insert(new, kept_before, *before)
-    return edit.insert(new, len(new), *after) if after else new
+    return append(new, *after) if after else new
+
+
+def append(view: History, *messages: Message) -> History:
+    """Put messages at the end, or before a last group whose results are still to come (I1)."""
+    waits = bool(view.groups) and not view.groups[-1].complete
+    return edit.insert(view, view.groups[-1].start if waits else len(view), *messages)
 
 
 def isolate(

@@ -535,3 +535,14 @@ def test_huge_and_deep_inputs_do_not_crash():
         HistoryManager("pi").prepare([user("x" * 20_000_000)])
     for empty in ([], [user("")]):
         HistoryManager("pi").prepare(empty)
+
+
+@pytest.mark.parametrize("policy", ["memgpt:warn=0.1", "codex_local", "opencode_compact"])
+def test_what_is_appended_never_parts_an_open_call_from_its_result(policy):
+    history = [user("go"), *steps(6, 600), *steps(1, 100, 50)]
+    manager = HistoryManager(policy, window=20_000, max_output=500)
+    manager.compact()
+    manager.prepare(history[:-1])  # the call is not answered yet
+    prepared = manager.prepare(history)
+    assert validate(prepared.messages, "anthropic") == []
+    assert prepared.messages[-1] == history[-1]

@@ -8,7 +8,7 @@ from kvevict.agent.choosing import choose, is_masked, outputs, tool_name
 from kvevict.agent.history import Address, History
 from kvevict.agent.memory import CLEARING_WARNING
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import mask
+from kvevict.agent.verbs import append, mask
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 
@@ -86,7 +86,7 @@ class AnthropicClearToolUses(MessagePolicy, name="anthropic_clear_tool_uses"):
 
     def _warn(self, view: History, context: Context) -> History:
         context.memory["warned"] = True
-        return edit.insert(view, len(view), edit.inserted(CLEARING_WARNING, note="warning"))
+        return append(view, edit.inserted(CLEARING_WARNING, note="warning"))
 
     def _clear(self, view: History, context: Context) -> History:
         new = self._cleared(view, context)

@@ -13,7 +13,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact
+from kvevict.agent.verbs import LANGUAGE, append, ask_summary, compact
 
 WARNING = (
     "Warning: the conversation history will soon reach its maximum length and be trimmed. Make "
@@ -81,7 +81,7 @@ class MemGPT(MessagePolicy, name="memgpt"):
 
     def _warn(self, view: History, context: Context) -> History:
         context.memory["warned"] = True
-        return edit.insert(view, len(view), edit.inserted(WARNING, note="warning"))
+        return append(view, edit.inserted(WARNING, note="warning"))
 
     def cutoff(self, view: History, context: Context) -> int:
         """Return the first message that stays: where `evict` of the queue's tokens is reached."""
