@@ -26,7 +26,7 @@ svg { width: 100%; max-width: 760px; height: auto; display: block; }
 svg.small { max-width: 330px; }
 svg text { font: 11px system-ui, sans-serif; fill: #444; }
 svg .grid { stroke: #e6eaef; } svg .axis { stroke: #99a2ad; }
-.maps { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } .maps figure { margin: 0; }
+.maps { display: flex; flex-wrap: wrap; gap: .4rem 1rem; } .maps figure { margin: 0; width: 320px; }
 figcaption { font-size: 12px; color: var(--soft); }
 details { margin: .8rem 0; } summary { cursor: pointer; color: var(--soft); }
 code { font-size: 12px; }
@@ -38,15 +38,17 @@ code { font-size: 12px; }
 {% for part in parts %}
 <section>
 <h2>{{ part.title }}</h2>
-<p class="note">{{ part.note }}</p>
+<p class="note">{{ part.note }}. In brackets: 95% bootstrap intervals.</p>
 {% for table in part.tables %}
 {% if table.title %}<h3>{{ table.title }}</h3>{% endif %}
-<div class="wide"><table>
+{% if table.rows | length > 24 %}<details><summary>{{ table.rows | length }} rows</summary>
+{% endif %}<div class="wide"><table>
 <tr>{% for column in table.columns %}<th class="{{ column.kind }}">{{ column.title }}</th>
 {% endfor %}</tr>
 {% for row in table.rows %}<tr>{% for cell in row %}
 <td class="{{ table.columns[loop.index0].kind }}">{{ cell }}</td>{% endfor %}</tr>
 {% endfor %}</table></div>
+{% if table.rows | length > 24 %}</details>{% endif %}
 {% endfor %}
 {% for figure in part.figures %}<h3>{{ figure.title }}</h3>{{ figure.svg }}
 {% endfor %}

@@ -26,25 +26,17 @@ _COLUMNS = (
     "gap",
     "positions",
     "nll",
-    "nll_low",
-    "nll_high",
     "perplexity",
     "nll_evicting",
     "perplexity_evicting",
     "stream_nll",
     "fresh_nll",
     "nll_delta",
-    "nll_delta_low",
-    "nll_delta_high",
     "kl",
-    "kl_low",
-    "kl_high",
     "top1_agreement",
     "attention_mass",
     "exact_match",
     "answer_nll",
-    "answer_nll_low",
-    "answer_nll_high",
     "answer_rank",
     "string_match",
     "distance_tokens",
@@ -137,8 +129,17 @@ def table(rows: list[Row], title: str = "", columns: Sequence[str] = ()) -> Tabl
     names = [c for c in columns or _COLUMNS if any(r.get(c) not in (None, {}) for r in rows)]
     kinds = [_kind([r.get(n) for r in rows]) for n in names]
     heads = [Column(n.replace("_", " "), k) for n, k in zip(names, kinds, strict=True)]
-    cells = [[label(r) if n == "policy" else cell(r.get(n)) for n in names] for r in rows]
-    return Table(title, heads, cells)
+    return Table(title, heads, [[_cell(r, n) for n in names] for r in rows])
+
+
+def _cell(row: Row, name: str) -> str:
+    """Return a row's cell, with its 95% interval where it has one."""
+    if name == "policy":
+        return label(row)
+    low, high = row.get(f"{name}_low"), row.get(f"{name}_high")
+    if low is None or high is None or row.get(name) is None:
+        return cell(row.get(name))
+    return f"{cell(row[name])} [{cell(low)}, {cell(high)}]"
 
 
 def cell(value: Any) -> str:
