@@ -329,7 +329,8 @@ def _base_model(model: Any) -> Any:
             found = find()
         except AttributeError:
             continue
-        if isinstance(found, torch.nn.Module) and found is not model:
+        names = inspect.signature(type(found).forward).parameters
+        if found is not model and names.keys() & {"cache", "past_key_values"}:
             return found
     return model
 

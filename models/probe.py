@@ -99,9 +99,9 @@ def probe(model: Any) -> Findings:
     if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
         _check_positions(model, config)
     findings.position_limit, findings.in_cache_problem = _limits(config)
-    if _table_dims(model):  # which has an end
-        table = config.max_position_embeddings
-        findings.position_limit = min(findings.position_limit or table, table)
+    ends = [len(table) for table in _tables(model)]
+    if ends:
+        findings.position_limit = min([*ends, findings.position_limit or ends[0]])
     return findings
 
 
@@ -261,7 +261,7 @@ def _ropes(model: Any, first: Any) -> list[Rope | None]:
     except UnsupportedModelError:  # learned positions that end before the shift
         return none
     buffers = [b for n, b in model.named_buffers() if n.endswith("inv_freq") and b.ndim == 1]
-    buffers += [_table_frequencies(n) for n in _table_dims(model)]
+    buffers += [_table_frequencies(table.shape[1]) for table in _tables(model)]
     candidates: list[Tensor] = []
     for buffer in buffers:
         if not any(b.shape == buffer.shape and torch.equal(b, buffer) for b in candidates):
@@ -285,12 +285,9 @@ def _ropes(model: Any, first: Any) -> list[Rope | None]:
     return ropes
 
 
-def _table_dims(model: Any) -> set[int]:
-    """Return how many dims are rotated where a table stands for frequencies (GPT-J, CodeGen)."""
-    found = (
-        getattr(x, "rotary_dim", None) for x in model.modules() if hasattr(x, "embed_positions")
-    )
-    return {n for n in found if isinstance(n, int) and n > 0 and n % 2 == 0}
+def _tables(model: Any) -> list[Tensor]:
+    """Return tables `[positions, R]` that stand for frequencies (GPT-J, CodeGen)."""
+    return [b for n, b in model.named_buffers() if n.endswith("embed_positions") and b.ndim == 2]
 
 
 def _table_frequencies(dims: int) -> Tensor:

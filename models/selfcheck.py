@@ -1,13 +1,14 @@
-"""The self-check: what a patched model does with an eviction cache, against its own plain forward.
+"""The self-check: what a patched model does with an eviction cache, against transformers' own.
 
 The probe knows the traps that were met so far; this finds the ones that were not. Six tokens are
 fed to a cache that keeps everything, in two chunks and a single token, beside a left-padded row;
-every logit must be the one that the model gives without a cache.
+every logit must be the one that a DynamicCache gives.
 """
 
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import CacheError, KvevictError, NotPatchedError, UnsupportedModelError
@@ -18,7 +19,7 @@ _CHUNKS = (3, 2, 1)
 
 
 def self_check(model: Any, cache_name: str) -> str | None:
-    """Compare a patched model's logits under a cache that keeps everything with its own.
+    """Compare a patched model's logits under a cache that keeps everything with a DynamicCache's.
 
     Args:
         model: patched, with its hooks in place.
@@ -38,11 +39,10 @@ def self_check(model: Any, cache_name: str) -> str | None:
     model.eval()
     try:
         with torch.no_grad():
-            wanted = model(input_ids=ids[None], use_cache=False).logits
-            if not isinstance(wanted, torch.Tensor):  # another rank holds the head
-                return None
+            stock = DynamicCache(config=model.config.get_text_config(decoder=True))
+            wanted = _run(model, cache_name, stock, ids[None])
             try:
-                alone = _run(model, cache_name, ids[None], None)
+                alone = _run(model, cache_name, EvictionCache(model, "full"), ids[None])
             except (CacheError, NotPatchedError, TypeError) as problem:
                 raise UnsupportedModelError(
                     f"{kind}: its forward does not pass the cache on as others do (missing part: "
@@ -51,11 +51,11 @@ def self_check(model: Any, cache_name: str) -> str | None:
             error = _error(alone[0], wanted[0])
             if error > _tolerance(wanted):
                 raise UnsupportedModelError(
-                    f"{kind}: its logits under a cache that keeps everything are not its own "
-                    f"(off by {error:.1%} of the largest; missing part: the bridge)"
+                    f"{kind}: its logits under a cache that keeps everything are not a "
+                    f"DynamicCache's (off by {error:.1%} of the largest; missing part: the bridge)"
                 )
             try:
-                padded = _run(model, cache_name, *_padded(ids))
+                padded = _run(model, cache_name, EvictionCache(model, "full"), *_padded(ids))
                 error = _error(padded[1, _PADS:], wanted[0, : _TOKENS - _PADS])
             except (KvevictError, IndexError, RuntimeError, TypeError, ValueError) as problem:
                 return f"{kind}: left-padded rows fail ({str(problem).strip().splitlines()[0]})"
@@ -78,12 +78,15 @@ def _padded(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, mask
 
 
-def _run(model: Any, cache_name: str, rows: torch.Tensor, mask: Any) -> torch.Tensor:
-    cache = EvictionCache(model, "full")
+def _run(
+    model: Any, cache_name: str, cache: Any, rows: torch.Tensor, mask: torch.Tensor | None = None
+) -> torch.Tensor:
     outs, end = [], 0
     for length in _CHUNKS:
         start, end = end, end + length
         given = {} if mask is None else {"attention_mask": mask[:, :end]}
+        if not isinstance(cache, EvictionCache):  # which hybrids miscount on their own
+            given["position_ids"] = torch.arange(start, end, device=rows.device)[None]
         out = model(input_ids=rows[:, start:end], use_cache=True, **{cache_name: cache}, **given)
         outs.append(out.logits)
     return torch.cat(outs, 1)
