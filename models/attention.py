@@ -16,6 +16,7 @@ from kvevict.cache import EvictionCache
 from kvevict.errors import UnsupportedModelError
 from kvevict.kernels import library
 from kvevict.layers import EvictionLayer
+from kvevict.models import capped
 from kvevict.plan import Plan
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer, head_shift
@@ -39,6 +40,8 @@ def eviction_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     kvevict_layer: EvictionLayer | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Attend for a patched model.
@@ -52,6 +55,8 @@ def eviction_attention(
         dropout: must be 0 where the cache is ours.
         scaling: factor on the logits; D**-0.5 when None.
         kvevict_layer: the evicting layer, where the module passes keywords on.
+        softcap: c where logits are capped by `c * tanh(logit / c)`.
+        s_aux: `[H*G]`, a learned logit per head with nothing behind it.
         **kwargs: whatever else transformers passes.
 
     Returns:
@@ -59,8 +64,8 @@ def eviction_attention(
     """
     calls = probe_calls.get()
     if calls is not None:
-        known = {"module": module, "key": key, "value": value, "mask": attention_mask}
-        calls.append({**known, **kwargs})
+        call = {"module": module, "key": key, "value": value, "mask": attention_mask}
+        calls.append({**call, "softcap": softcap, "s_aux": s_aux, **kwargs})
     layer = kvevict_layer
     if layer is None:
         cache = forward_cache.get()
@@ -68,6 +73,11 @@ def eviction_attention(
         if cache is not None and index is not None:
             known = cache.layers[index]
             layer = known if isinstance(known, EvictionLayer) else None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    special = softcap is not None or s_aux is not None
+    if layer is None and special:
+        out = capped.plain(query, key, value, attention_mask, scale, softcap, s_aux)
+        return out.transpose(1, 2).contiguous(), None
     if layer is None:
         out, _ = sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, **kwargs
@@ -77,8 +87,11 @@ def eviction_attention(
         raise UnsupportedModelError("attention dropout with an eviction cache: call model.eval()")
     plan = layer.plan
     assert plan is not None
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if isinstance(layer, RingLayer):
+    if special:
+        if isinstance(layer, RankedLayer) and layer.rope is not None and layer.rope.style != "none":
+            query, key = _by_rank(layer, plan, query, key)
+        out = capped.attend(layer, plan, query, key, value, scale, softcap, s_aux)
+    elif isinstance(layer, RingLayer):
         out = _ring(layer, plan, query, key, value, scale)
     else:
         assert isinstance(layer, RankedLayer)
