@@ -1,5 +1,7 @@
 """Device code of `fill_holes`."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import triton
 import triton.language as tl
 

@@ -185,7 +185,8 @@ def _wide(q: Tensor) -> torch.dtype:
 
 
 def _grouped(q: Tensor, H: int) -> Tensor:
-    return q.unflatten(1, (H, -1))  # [B, H, G, M, D]
+    grouped: Tensor = q.unflatten(1, (H, -1))  # [B, H, G, M, D]
+    return grouped
 
 
 def _visible(

@@ -1,5 +1,7 @@
 """Device code shared by the kernels of this room."""
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 import triton
 import triton.language as tl
 
