@@ -69,6 +69,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if not options.here:
         return _in_clean_process(sys.argv[1:] if argv is None else argv)
+    commit = kernel_commit()  # of what is about to be compiled
     rows = []
     for arch in options.arch or ARCHES:
         for case in cases(arch, full=arch == "sm_90" and not options.quick):
@@ -76,7 +77,7 @@ def main(argv: list[str] | None = None) -> int:
                 rows.append(compile_case(case, arch))
                 print(_line(rows[-1]), flush=True)
     if options.out.name:
-        _write(rows, options.out)
+        _write(rows, options.out, commit)
     bad = [row for row in rows if row.verdict != "ok"]
     print(f"{len(rows)} kernels compiled, {len(bad)} refused")
     return 1 if bad or not rows else 0
@@ -204,9 +205,9 @@ def kernel_commit() -> str:
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("-dirty" if changed else "")
 
 
-def _write(rows: list[Row], path: Path) -> None:
+def _write(rows: list[Row], path: Path, commit: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    tags = {"triton": version("triton"), "torch": version("torch"), "commit": kernel_commit()}
+    tags = {"triton": version("triton"), "torch": version("torch"), "commit": commit}
     table = [asdict(row) | tags for row in rows]
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, table[0], lineterminator="\n") if table else None
