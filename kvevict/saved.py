@@ -63,6 +63,7 @@ def save(cache: Any, folder: Any) -> None:
             "format": _FORMAT,
             "sha256": hashlib.sha256((work / _TENSORS).read_bytes()).hexdigest(),
             "model": fingerprint(cache._config),
+            "weights": weights_digest(cache._model()),
             "given": _policy_facts(cache._given),
             "policy": _policy_facts(cache.policy),
             "asked": list(cache._asked),
@@ -113,6 +114,12 @@ def load(cls: type, folder: Any, model: Any) -> Any:
         raise CacheError(f"{target} was saved for another model than this {config.model_type}")
     try:
         tensors = load_file(target / _TENSORS)
+        _check_dtype(target, tensors, model)
+        if facts["weights"] not in (None, weights_digest(model)):
+            raise CacheError(
+                f"{target} was saved for another model than this {config.model_type}: same shapes, "
+                "other weights"
+            )
         positions, backend = facts["asked"]
         cache = cls(
             model,
@@ -143,7 +150,8 @@ def _restore(
     layer.length, layer.seen = known["length"], known["seen"]
     for name in layer._state_names():
         value = tensors.get(f"{index}.{name}")
-        setattr(layer, name, None if value is None else value.to(device))
+        # A copy: what safetensors hands out is not aligned, and kernels then round differently.
+        setattr(layer, name, None if value is None else value.to(device, copy=True))
     if layer.keys is not None:
         layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
         layer.is_initialized = True
@@ -161,6 +169,27 @@ def fingerprint(config: Any) -> dict[str, Any]:
     known = {name: getattr(config, name, None) for name in names}
     known["rope_parameters"] = getattr(config, "rope_parameters", None)
     return json.loads(json.dumps(known, default=str))  # type: ignore[no-any-return]
+
+
+def weights_digest(model: Any) -> str | None:
+    """Return a hash of every parameter's first values, None for a model that is gone."""
+    if model is None:
+        return None
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        local = getattr(parameter, "_local_tensor", parameter)  # of a tensor-parallel shard
+        if not local.is_meta:
+            first = local.detach().flatten()[:64].double().cpu()
+            digest.update(name.encode() + first.numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _check_dtype(target: Path, tensors: dict[str, Tensor], model: Any) -> None:
+    wanted = model.get_input_embeddings().weight.dtype
+    found = {t.dtype for name, t in tensors.items() if name.endswith((".keys", ".values"))}
+    if found - {wanted}:
+        kinds = ", ".join(sorted(str(dtype) for dtype in found))
+        raise CacheError(f"{target} holds {kinds} and the model runs in {wanted}: load it in that")
 
 
 def _policy_facts(policy: Any) -> dict[str, Any]:
