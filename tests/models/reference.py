@@ -36,7 +36,7 @@ class Reference:
     # -- the model --------------------------------------------------------------------------------
 
     def forward(self, ids: list[int], attend: Attend) -> Array:
-        """Return logits `[n, V]`; `attend(layer, q, k, v)` gets states `[heads, n, D]` unrotated."""
+        """Return logits `[n, V]`; `attend(layer, q, k, v)` gets raw states `[heads, n, D]`."""
         x = self.weights["model.embed_tokens.weight"][ids]
         for layer in range(self.layers):
             name = f"model.layers.{layer}."
