@@ -1,4 +1,4 @@
-"""The budget is hard at every step, on every layer, row and head; bytes are those of real buffers."""
+"""The budget is hard at every step, on every layer, row and head; bytes are those that exist."""
 
 from typing import Any
 

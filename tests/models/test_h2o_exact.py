@@ -184,7 +184,7 @@ class TestDepartures:
 def test_uniform_attention_keeps_the_oldest_for_ever_under_plain_sums(
     make_tiny: Any, draw: Any, feed: Any, kept: Any
 ) -> None:
-    # Keys of zero attend evenly. The authors' behaviour; age and decay are what one sets against it.
+    # Keys of zero attend evenly. It is the authors' behaviour; age and decay are the remedies.
     model = make_tiny(0, num_hidden_layers=1)
     with torch.no_grad():
         model.model.layers[0].self_attn.k_proj.weight.zero_()

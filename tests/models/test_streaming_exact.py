@@ -1,4 +1,4 @@
-"""StreamingLLM and Window equal a brute-force mask on full attention, keys turned anew each step."""
+"""StreamingLLM and Window equal a brute-force mask with all keys turned at every step."""
 
 from typing import Any
 
