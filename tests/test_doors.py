@@ -126,7 +126,9 @@ HEAVY = "('torch', 'transformers', 'triton', 'tokenizers', 'safetensors', 'matpl
 )
 def test_light_imports_load_no_torch(module: str) -> None:
     run(
-        f"import sys, {module}\nloaded = [m for m in {HEAVY} if m in sys.modules]\nassert not loaded, loaded"
+        f"import sys, {module}\n"
+        + f"loaded = [m for m in {HEAVY} if m in sys.modules]\n"
+        + "assert not loaded, loaded"
     )
 
 
