@@ -219,6 +219,8 @@ class Patch:
 
     def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
+        if "cache" in kwargs and "cache" not in self._names and "past_key_values" in self._names:
+            kwargs["past_key_values"] = kwargs.pop("cache")  # before 5.24 it would be dropped
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if not isinstance(cache, EvictionCache):
             attention.forward_cache.set(None)

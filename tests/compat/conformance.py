@@ -21,6 +21,7 @@ _NAME = "kvevict_oracle"
 LENGTH = 26
 TOLERANCE = 3e-4  # of the largest logit
 _SINKS, _WINDOW, _HEAVY, _RECENT = 2, 7, 4, 5
+_CHUNKINGS = ([6, 1, 1, LENGTH - 11, 1, 1, 1], [LENGTH - 4, 1, 1, 1, 1])
 
 
 def tokens(rows: int = 1, length: int = LENGTH) -> Tensor:
@@ -118,29 +119,52 @@ def chunks_change_nothing(model: Any) -> None:
 
 def scores_are_eagers_sums(model: Any) -> None:
     """H2O's scores with budget to spare equal eager attention's column sums."""
-    ids = tokens()
+    ids, sizes = tokens(), [11, 1, LENGTH - 12]
     model.set_attn_implementation("eager")
-    with torch.no_grad():
-        weights = model(ids, output_attentions=True, use_cache=False).attentions
-    weights = [w for w in weights if w is not None and w.ndim == 4]
+    wanted, end = {}, 0
+    cache = stock(model)
+    for size in sizes:
+        start, end = end, end + size
+        with torch.no_grad():
+            out = model(
+                input_ids=ids[:, start:end],
+                position_ids=torch.arange(start, end)[None],
+                output_attentions=True,
+                use_cache=True,
+                **{cache_argument(model): cache},
+            )
+        weights = [w for w in out.attentions if w is not None and w.ndim == 4]
+        layers = range(len(cache.layers))
+        if len(weights) != len(cache.layers):  # hybrids return those of attention layers alone
+            layers = [i for i in layers if isinstance(getattr(cache.layers[i], "keys", 0), Tensor)]
+        for index, weight in zip(layers, weights, strict=True):
+            sums = wanted.setdefault(index, torch.zeros(weight.shape[1], LENGTH))
+            sums[:, : weight.shape[3]] += weight[0].sum(1)[:, :LENGTH]
     with patch(model):
         cache = EvictionCache(model, "h2o:heavy=20,recent=20")
-        feed(model, ids, cache, [11, 1, LENGTH - 12])
-        layers = evicting(cache)
-        if len(weights) != len(cache.layers):  # hybrids return attention layers alone
-            kinds = [i for i, x in enumerate(cache.layers) if hasattr(x, "keys")]
-            assert len(kinds) == len(weights)
-            weights = dict(zip(kinds, weights, strict=True))
-        for index in layers:
-            got = cache.scores(index)
-            wanted = weights[index].sum(2).unflatten(1, (got.shape[1], -1)).sum(2)
-            assert (got - wanted).abs().max() < 2e-3, index
+        feed(model, ids, cache, sizes)
+        for index in evicting(cache):
+            got = cache.scores(index)[0]
+            if _eager_leaves_the_sink_out(model, index, wanted[index]):
+                continue  # its weights are not what multiplies the values; see h2o_is_exact
+            sums = wanted[index].unflatten(0, (len(got), -1)).sum(1)
+            assert (got - sums).abs().max() < 2e-3, (index, (got - sums).abs().max())
+
+
+def _eager_leaves_the_sink_out(model: Any, index: int, sums: Tensor) -> bool:
+    """Whether eager attention scales its output for a learned sink instead (Granite SWA)."""
+    sink = any(f".{index}." in n and "sink" in n for n, _ in model.named_parameters())
+    return sink and bool((sums.sum(-1) - LENGTH).abs().max() < 1e-3)
 
 
 def streaming_is_exact(model: Any) -> bool:
     """StreamingLLM equals the oracle; True with in-cache positions, False with original ones."""
     ids = tokens()
     policy = f"streaming_llm:sinks={_SINKS},window={_WINDOW}"
+    # Some recurrent layers lose their state between chunks, under a DynamicCache as well.
+    own, sizes = min(
+        (off(feed(model, ids, stock(model), x), plain(model, ids)), x) for x in _CHUNKINGS
+    )
     with patch(model):
         try:
             cache = EvictionCache(model, policy, positions="in_cache")
@@ -148,10 +172,10 @@ def streaming_is_exact(model: Any) -> bool:
         except UnsupportedModelError:
             cache = EvictionCache(model, policy, positions="original")
             turned = False
-        got = feed(model, ids, cache, [6, 1, 1, LENGTH - 11, 1, 1, 1])
+        got = feed(model, ids, cache, sizes)
     sinks = _sinks_everywhere(model, ids[:, :_SINKS]) if turned else {}
     wanted = _under(model, ids, _streaming(sinks))
-    assert off(got, wanted) < TOLERANCE, off(got, wanted)
+    assert off(got, wanted) < TOLERANCE + 3 * own, off(got, wanted)
     full = plain(model, ids)
     assert off(wanted, full) > 20 * TOLERANCE, "the case does not tell eviction from none"
     return turned
