@@ -1,8 +1,11 @@
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM
 
 from kvevict.errors import KvevictError
 from kvevict.eval import divergence, needle, perplexity, report, stream
@@ -10,29 +13,38 @@ from kvevict.eval.caches import CacheSettings
 from kvevict.eval.pages import cell, table, table_page
 from kvevict.eval.results import RunFolder, write_json
 from kvevict.eval.svg import png_bytes, ticks
+from kvevict.eval.texts import Tokens
 
 EVIL = '<script>alert("x")</script>'
 S = CacheSettings(chunk=16)
 
 
-@pytest.fixture
-def results(model: Any, tokenizer: Any, tokens: Any, tmp_path: Path) -> Path:
-    """Return a folder with one result of each kind."""
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory, model_folder: Path, tokenizer: Any) -> Path:
+    """Return a folder with one result of each kind, made once."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder)
+    ids = torch.randint(0, 256, (160,), generator=torch.Generator().manual_seed(3))
+    text, folder = Tokens(ids, False, {"name": "drawn"}), tmp_path_factory.mktemp("results")
     policies = ["full", "streaming_llm:sinks=2,window=14", "h2o:heavy=8,recent=8"]
-    text = tokens(160)
     fresh = stream.FreshStarts(count=1, lead=20, span=64)
     grid = needle.Grid(("passkey",), (400,), (0.0, 0.5, 1.0), 2)
-    made = {
+    done = {
         "ppl": perplexity.run(model, text, policies, budgets=[16, 32], settings=S, bucket=32),
         "stream": stream.run(model, text, policies, settings=S, bucket=32, fresh=fresh),
         "needle": needle.run(model, tokenizer, policies, grid=grid),
         "divergence": divergence.run(model, text, policies[1:], settings=S, bucket=32),
     }
-    for name, done in made.items():
-        folder = RunFolder(tmp_path / name, name, {"model": EVIL, "seed": 0})
-        folder.claim()
-        folder.finish([o.row for o in done], [o.timing for o in done], 1)
-    return tmp_path
+    for name, outcomes in done.items():
+        run = RunFolder(folder / name, name, {"model": EVIL, "seed": 0})
+        run.claim()
+        run.finish([o.row for o in outcomes], [o.timing for o in outcomes], 1)
+    return folder
+
+
+@pytest.fixture
+def results(made: Path, tmp_path: Path) -> Path:
+    """Return a copy that a test may write to."""
+    return shutil.copytree(made, tmp_path / "results")
 
 
 def test_one_page_shows_every_result(results: Path) -> None:
@@ -77,7 +89,7 @@ def test_figures_are_written_as_png(results: Path) -> None:
 
 
 def test_a_folder_without_results_says_what_to_do(tmp_path: Path) -> None:
-    with pytest.raises(KvevictError, match="holds no result.json"):
+    with pytest.raises(KvevictError, match="holds no result"):
         report.run(tmp_path)
     with pytest.raises(KvevictError, match="is no folder"):
         report.run(tmp_path / "none")
@@ -118,13 +130,12 @@ def test_ticks_are_round_and_inside() -> None:
     assert ticks(3, 3) == [3]
     for low, high in ((0.013, 0.017), (-5, 900), (1e6, 4e6)):
         assert all(low <= t <= high for t in ticks(low, high))
-        assert 3 <= len(ticks(low, high)) <= 6
+        assert 2 <= len(ticks(low, high)) <= 6
 
 
 def test_png_bytes_are_a_png(tmp_path: Path) -> None:
     image = pytest.importorskip("matplotlib.image", reason="needs a PNG reader")
     path = tmp_path / "x.png"
     path.write_bytes(png_bytes([[0, 255, 128], [10, 20, 30]]))
-    assert (image.imread(path)[:, :, :1] if image.imread(path).ndim == 3 else 1) is not None
     found = (image.imread(path) * 255).round().astype(int)
     assert found.tolist() == [[0, 255, 128], [10, 20, 30]]
