@@ -19,8 +19,12 @@ from kvevict.cache import Backend, EvictionCache, EvictionLayer, Positions
 from kvevict.errors import PolicyError, UnsupportedModelError
 from kvevict.models import attention
 from kvevict.models.probe import Findings, probe
+from kvevict.models.releases import cache_argument, renamed, taking_cache
 from kvevict.models.selfcheck import self_check
 from kvevict.policy import Policy, parse
+
+
+_WRAPPED = ("_prepare_cache_for_generation", "prepare_inputs_for_generation", "generate")
 
 
 def patch(
@@ -103,6 +107,8 @@ class Patch:
             model.prepare_inputs_for_generation = self._keep_cache(
                 model.prepare_inputs_for_generation
             )
+            if cache_argument(model) != "cache":
+                model.generate = taking_cache(model.generate, cache_argument(model))
             self.pads_problem = self_check(model, cache_argument(model))
             if policy is not None:
                 # Shows bad settings and missing parts now rather than at the first forward.
@@ -130,7 +136,7 @@ class Patch:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        for name in ("_prepare_cache_for_generation", "prepare_inputs_for_generation"):
+        for name in _WRAPPED:
             self.model.__dict__.pop(name, None)
         self.model.__dict__.pop("_kvevict", None)
         if self.model.config.get_text_config(decoder=True)._attn_implementation == attention.NAME:
@@ -219,8 +225,7 @@ class Patch:
 
     def _before(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         kwargs = {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if "cache" in kwargs and "cache" not in self._names and "past_key_values" in self._names:
-            kwargs["past_key_values"] = kwargs.pop("cache")  # before 5.24 it would be dropped
+        kwargs = renamed(kwargs, cache_argument(self.model))  # else an older release drops it
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if not isinstance(cache, EvictionCache):
             attention.forward_cache.set(None)
@@ -311,12 +316,6 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     if positions is not None:
         return int(positions.max()) + 1
     return int(getattr(generation_config, "_mask_length", 0) or 0)
-
-
-def cache_argument(model: Any) -> str:
-    """Return what the model's forward calls its cache: `cache` from transformers 5.24 on."""
-    names = inspect.signature(type(model).forward).parameters
-    return "cache" if "cache" in names else "past_key_values"
 
 
 def _base_model(model: Any) -> Any:
