@@ -244,6 +244,12 @@ class Patch:
             raise UnsupportedModelError(
                 "a prepared 4D attention mask with an eviction cache: give the 2D mask"
             )
+        given = kwargs.get("position_ids")
+        if isinstance(given, Tensor) and given.ndim > 2:
+            raise UnsupportedModelError(
+                f"{self.model.config.model_type}: positions of several dimensions, as for images "
+                "and time (missing part: positions)"
+            )
         plan = cache.begin(self, new.shape[0], new.shape[1], mask, new.device)
         if plan.padded:
             self._check_padded(cache, mask, plan.seen + plan.length)
