@@ -142,6 +142,10 @@ def _talk(
             if token == tokenizer.eos_token_id:
                 ended += 1
                 break
+        else:  # cut off: close the answer, so that the next turn does not read as its end
+            if tokenizer.eos_token_id is not None:
+                close = torch.tensor([tokenizer.eos_token_id])
+                _, last = feed(model, close, cache, settings, last=last)
         answers.append(tokenizer.decode(answer, skip_special_tokens=True))
         distinct.append(distinct_grams(answer))
         facts = settings.facts(cache)

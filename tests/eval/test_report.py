@@ -110,6 +110,17 @@ def test_an_unknown_policy_is_still_shown(tmp_path: Path) -> None:
     assert "from_a_plugin:x=1" in report.run(tmp_path)[0].read_text()
 
 
+def test_text_inside_a_picture_is_escaped(tmp_path: Path) -> None:
+    row = {"policy": EVIL, "nll": 1.0, "budget": 8, "depth": 0.5, "task": EVIL, "length": 9}
+    row |= {"buckets": [{"start": 0, "count": 4, "nll_sum": 2.0}], "answer_nll": 1.0}
+    rows = [row, {**row, "depth": 1.0}]
+    whole = {"schema": 1, "command": "ppl", "config": {}, "versions": {}, "rows": rows}
+    write_json(tmp_path / "result.json", whole)
+    html = report.run(tmp_path)[0].read_text()
+    assert html.count("<svg") == 3
+    assert "<script" not in html
+
+
 def test_a_table_page_of_any_rows(tmp_path: Path) -> None:
     whole = {"command": "demo", "config": {}, "rows": [{"policy": "full", "nll": 2.0}]}
     table_page(tmp_path / "t.html", "kvevict demo", whole, ("policy", "nll", "perplexity"))
