@@ -136,8 +136,8 @@ class EvictionCache(Cache):
         Raises:
             CacheError: as `kept_positions`, or the policy keeps no scores.
         """
-        if not self.policy.needs_scores:
-            raise CacheError(f"policy {self.policy} keeps no scores; h2o does")
+        if not self.policy.needs_scores or not self._ranked:
+            raise CacheError(f"policy {self.policy} keeps no scores; h2o with a heavy part does")
         position, order, layer = self._kept(layer_idx)
         assert isinstance(layer, RankedLayer)
         score = layer.score[:, :, : layer.length].gather(2, order)
@@ -415,6 +415,9 @@ class EvictionCache(Cache):
 
         A key lives through at most a few of these, each one rounding, so half precision does not
         drift as it does when keys are turned at every step.
+
+        Raises:
+            UnsupportedModelError: a forward that reaches beyond where the rope type changes.
         """
         band = self.policy.band
         if self.positions != "in_cache" or band is None or self._raw_keys:
@@ -424,14 +427,21 @@ class EvictionCache(Cache):
         extents = self.policy.extents
         assert extents is not None
         reach = extents[0] + band
-        if start - self._base + length <= max(self._limit or _REBASE_AT, reach + length):
+        if start - self._base + length <= (self._limit or max(_REBASE_AT, reach + length)):
             return
         by = start - self._base - reach
-        if by > 0:
+        fewest = self._row_seen if isinstance(self._row_seen, int) else int(self._row_seen.min())
+        if by > 0 and fewest >= extents[0]:  # a head lies at 0..S-1: none may arrive after a rebase
             for layer in self.layers:
                 assert isinstance(layer, RingLayer)
                 layer.rebase(by)
             self._base += by
+        if self._limit is not None and start - self._base + length > self._limit:
+            raise UnsupportedModelError(
+                f"{self._config.model_type}: its rope scaling changes beyond {self._limit} "
+                f"positions; feed chunks of at most {max(self._limit - reach, 1)} tokens "
+                "(prefill_chunk_size= of generate, chunk= of stream)"
+            )
 
     def _with_offsets(self, position: Tensor) -> Tensor:
         shifted = position

@@ -212,7 +212,8 @@ class EvictionLayer(CacheLayerMixin):
     def _map_rows(self, change: Any) -> None:
         if not self.is_initialized:
             return
-        for name in self._state_names():
-            value = getattr(self, name)
-            if value is not None:
-                setattr(self, name, change(value))
+        with torch.inference_mode(False):
+            for name in self._state_names():
+                value = getattr(self, name)
+                if value is not None:
+                    setattr(self, name, change(value))

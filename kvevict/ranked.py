@@ -101,6 +101,8 @@ class RankedLayer(EvictionLayer):
         """Add this forward's scores, then evict down to the budget."""
         plan = self.plan
         assert plan is not None
+        if column_sums is not None:
+            column_sums = column_sums.detach()  # else the scores drag every forward's graph along
         if self._chunk is not None:
             self._commit_chunk(plan, column_sums)
             return

@@ -30,6 +30,11 @@ class Ledger:
     def __init__(self, layers: list[RankedLayer]) -> None:
         self.layers = layers
         self.policy = layers[0].policy
+        with torch.inference_mode(False):  # inference tensors refuse later in-place writes
+            self._gather()
+
+    def _gather(self) -> None:
+        layers = self.layers
         self.position = torch.stack([x.position for x in layers])
         self.score = torch.stack([x.score for x in layers])
         self.free = torch.stack([x.free for x in layers])

@@ -47,7 +47,8 @@ def patch(
 
     Returns:
         The handle; `handle.unpatch()` leaves the model as it was. Patching a patched model again
-        without a policy returns the handle in force.
+        without a policy returns the handle in force, and a `with` block inside another leaves the
+        outer one's patch in place.
 
     Raises:
         PolicyError: bad settings, or the model is patched with another policy.
@@ -57,6 +58,7 @@ def patch(
     present = getattr(model, "_kvevict", None)
     if present is not None:
         if policy is None or (policy, positions, backend, evict_every) == present.settings:
+            present._again = True
             return present  # type: ignore[no-any-return]
         raise PolicyError(f"the model is patched with {present.policy}; unpatch() it first")
     return Patch(model, policy, positions, backend, evict_every)
@@ -85,6 +87,8 @@ class Patch:
         self.model = model
         self.policy = policy
         self.settings = (policy, positions, backend, evict_every)
+        self._again = False  # whether patch() returned it to somebody else than its owner
+        self._owning: list[bool] = []  # of the `with` blocks that are open
         self._previous = _check_model(model)
         self._hooks: list[Any] = []
         AttentionInterface.register(attention.NAME, attention.eviction_attention)
@@ -121,6 +125,8 @@ class Patch:
             raise
 
     def __enter__(self) -> Self:
+        self._owning.append(not self._again)
+        self._again = False
         return self
 
     def __exit__(
@@ -129,7 +135,8 @@ class Patch:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self.unpatch()
+        if self._owning.pop():
+            self.unpatch()
 
     def unpatch(self) -> None:
         """Leave the model as it was before; does nothing the second time."""

@@ -232,6 +232,7 @@ def run_once(model: Any, position: int, equal: bool = False) -> tuple[Any, list[
     training = model.training
     calls: list[dict[str, Any]] = []
     token = attention.probe_calls.set(calls)
+    attention.forward_cache.set(None)  # a forward that failed leaves its cache behind
     try:
         model.eval()
         with torch.no_grad():
