@@ -273,8 +273,6 @@ class EvictionCache(Cache):
             raise CacheError("this cache was made for another model; make one for this model")
         if self.policy.has_shares:
             _ = self.policy.capacity  # raises with the remedy
-        if self._open and any(getattr(x, "seen", self._seen) != self._seen for x in self.layers):
-            self._broken = True
         self._check_usable()
         self._check_rows(rows)
         if not self._ready:
@@ -349,6 +347,8 @@ class EvictionCache(Cache):
         return extents is not None and self.policy.band is None
 
     def _check_usable(self) -> None:
+        if self._open and any(getattr(x, "seen", self._seen) != self._seen for x in self.layers):
+            self._broken = True
         if self._broken:
             raise CacheError(
                 "a forward failed half-way, so layers hold different tokens; call reset() and feed "
