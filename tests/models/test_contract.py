@@ -463,9 +463,9 @@ def test_a_forward_that_failed_half_way_poisons_until_reset(
             toy(ids[:, :1], cache=cache)
         hook.remove()
         for use in (
-            lambda: toy(ids[:, :1], cache=cache),
-            lambda: cache.kept_positions(0),
+            lambda: cache.kept_positions(0),  # at once, before another forward finds out
             lambda: cache.save(tmp_path / "poisoned"),
+            lambda: toy(ids[:, :1], cache=cache),
             lambda: toy(ids[:, :4], cache=cache),
         ):
             with pytest.raises(CacheError, match="reset"):
