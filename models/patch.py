@@ -24,7 +24,12 @@ from kvevict.models.selfcheck import self_check
 from kvevict.policy import Policy, parse
 
 
-_WRAPPED = ("_prepare_cache_for_generation", "prepare_inputs_for_generation", "generate")
+_WRAPPED = (
+    "_prepare_cache_for_generation",
+    "prepare_inputs_for_generation",
+    "generate",
+    "init_continuous_batching",
+)
 
 
 def patch(
@@ -111,6 +116,7 @@ class Patch:
             model.prepare_inputs_for_generation = self._keep_cache(
                 model.prepare_inputs_for_generation
             )
+            model.init_continuous_batching = self._refuse_paging
             if cache_argument(model) != "cache":
                 model.generate = taking_cache(model.generate, cache_argument(model))
             self.pads_problem = self_check(model, cache_argument(model))
@@ -283,6 +289,13 @@ class Patch:
                 f"{self.model.config.model_type}: beside layers of transformers' own a padded "
                 f"batch needs the whole attention_mask at every step, {columns} columns"
             )
+
+    def _refuse_paging(self, *args: Any, **kwargs: Any) -> Any:
+        """Stop continuous batching, which would page its own cache past the policy."""
+        raise UnsupportedModelError(
+            "continuous batching has a paged cache of its own, to which no policy applies; use "
+            "generate(), or unpatch() the model"
+        )
 
     def _keep_cache(self, prepare: Any) -> Any:
         """Wrap `prepare_inputs_for_generation`: a model that drops the cache is stopped there."""
