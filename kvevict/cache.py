@@ -15,6 +15,7 @@ from kvevict.plan import Plan
 from kvevict.policy import Policy, parse
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer
+from kvevict.scores import check_scores
 from kvevict.shared import Heads, Ledger, ledgers
 
 __all__ = ["EvictionCache", "EvictionLayer", "RankedLayer", "RingLayer"]
@@ -309,7 +310,11 @@ class EvictionCache(Cache):
         return real + self._offset
 
     def finish(self) -> None:
-        """Take note that a forward ran to its end."""
+        """Take note that a forward ran to its end.
+
+        Raises:
+            CacheError: scores that are no numbers; the cache is poisoned.
+        """
         plan = next(x.plan for x in self.layers if isinstance(x, EvictionLayer))
         assert plan is not None
         self._seen += plan.length
@@ -320,6 +325,11 @@ class EvictionCache(Cache):
         else:
             self._row_seen = plan.start + plan.length
         self._open = False
+        try:
+            check_scores(self.layers, plan)
+        except CacheError:
+            self._broken = True
+            raise
 
     def _open_ledgers(self) -> list[Ledger]:
         """Return the ledgers once every ranked layer is full and frees one slot a token."""
@@ -420,10 +430,14 @@ class EvictionCache(Cache):
             UnsupportedModelError: a forward that reaches beyond where the rope type changes.
         """
         band = self.policy.band
-        if self.positions != "in_cache" or band is None or self._raw_keys:
+        if self.positions != "in_cache":
             return
-        if not all(isinstance(x, RingLayer) for x in self.layers):
-            return  # sliding layers of transformers keep their own positions
+        if self._raw_keys:
+            self._check_limit(min(start, self.capacity or 0) + length, self.capacity or 0)
+            return
+        if band is None or not all(isinstance(x, RingLayer) for x in self.layers):
+            self._check_limit(start + length, 0)  # sliding layers keep their own positions
+            return
         extents = self.policy.extents
         assert extents is not None
         reach = extents[0] + band
@@ -436,11 +450,16 @@ class EvictionCache(Cache):
                 assert isinstance(layer, RingLayer)
                 layer.rebase(by)
             self._base += by
-        if self._limit is not None and start - self._base + length > self._limit:
+        self._check_limit(start - self._base + length, reach)
+
+    def _check_limit(self, end: int, reach: int) -> None:
+        """Refuse positions from `end` on where the rope type changes; `reach` are held."""
+        if self._limit is not None and end > self._limit:
             raise UnsupportedModelError(
-                f"{self._config.model_type}: its rope scaling changes beyond {self._limit} "
-                f"positions; feed chunks of at most {max(self._limit - reach, 1)} tokens "
-                "(prefill_chunk_size= of generate, chunk= of stream)"
+                f"{self._config.model_type}: its positions change beyond {self._limit}; feed "
+                f"chunks of at most {max(self._limit - reach, 1)} tokens (prefill_chunk_size= of "
+                "generate, chunk= of stream)"
+                + ("" if reach else f", and no more than {self._limit} in all")
             )
 
     def _with_offsets(self, position: Tensor) -> Tensor:
