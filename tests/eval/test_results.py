@@ -103,6 +103,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
+def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path: Path) -> None:
+    path, old = tmp_path / "x.json", tmp_path / "old.json"
+    write_json(path, {"a": 1})
+    old.hardlink_to(path)  # what a reader that opened the file holds
+    write_json(path, {"a": 2})
+    assert json.loads(old.read_text()) == {"a": 1}
+    assert json.loads(path.read_text()) == {"a": 2}
+
+
 def test_not_a_number_becomes_null(tmp_path: Path) -> None:
     write_json(tmp_path / "x.json", {"a": float("nan"), "b": [float("inf"), 1.5, np.float32(2)]})
     assert json.loads((tmp_path / "x.json").read_text()) == {"a": None, "b": [None, 1.5, 2.0]}
