@@ -164,12 +164,3 @@ def test_public_names_are_there_and_lazy_ones_resolve() -> None:
         "except AttributeError as error:\n    assert 'nothing' in str(error)\n"
         "else:\n    raise SystemExit('no error')\n"
     )
-
-
-def test_no_file_is_longer_than_the_house_allows() -> None:
-    long = {
-        str(p.relative_to(ROOT)): n
-        for p in files("kvevict", *ROOMS)
-        if (n := len(p.read_text(encoding="utf-8").splitlines())) > 500
-    }
-    assert long == {}
