@@ -57,7 +57,7 @@ def plan(
     if dtype not in _DTYPES:
         raise PolicyError(f"dtype={dtype!r}: give one of {', '.join(_DTYPES)}")
     chosen = parse(policy).resolve(context)
-    seen = _layers(config_or_name, dtype)
+    seen = _layers(config_or_name)
     kind = RankedLayer if chosen.extents is not None and chosen.band is None else RingLayer
     bytes_of, full_of = [], []
     for layer in seen:
@@ -66,8 +66,9 @@ def plan(
             bytes_of.append(0)
             full_of.append(0)
             continue
-        k = keys.new_empty(batch, keys.shape[1], context, keys.shape[3])
-        v = values.new_empty(batch, values.shape[1], context, values.shape[3])
+        kept = getattr(torch, dtype)
+        k = keys.new_empty(batch, keys.shape[1], context, keys.shape[3], dtype=kept)
+        v = values.new_empty(batch, values.shape[1], context, values.shape[3], dtype=kept)
         stock = _fresh(layer)
         stock.update(k, v)
         full_of.append(int(stock.keys.nbytes + stock.values.nbytes))
@@ -99,26 +100,26 @@ def _fresh(layer: Any) -> Any:
     return fresh
 
 
-def _layers(config_or_name: Any, dtype: str) -> list[Any]:
+def _layers(config_or_name: Any) -> list[Any]:
     """Return the layers of a stock cache after a few tokens on the meta device."""
     config = config_or_name
     if isinstance(config, str):
         from kvevict.models.small import load_config
 
         config = load_config(config)
+    config = copy.deepcopy(config)
+    config.get_text_config(decoder=True).pad_token_id = None  # some models look for pads
     AttentionInterface.register(attention.NAME, attention.eviction_attention)
     AttentionMaskInterface.register(attention.NAME, sdpa_mask)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                copy.deepcopy(config), attn_implementation=attention.NAME
-            )
+            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME)
     except ValueError as error:
         raise UnsupportedModelError(
             f"{getattr(config, 'model_type', type(config).__name__)}: not a causal language model "
             f"whose attention kvevict can serve: {str(error).strip().splitlines()[0]}"
         ) from error
-    model = model.to(getattr(torch, dtype))
+    model = model.to(torch.bfloat16)  # grouped matmuls of experts take no other on meta
     cache, calls = run_once(model, 0)
     refuse(config.model_type, check_calls(cache, calls))
     assert isinstance(cache, DynamicCache)

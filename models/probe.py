@@ -15,7 +15,8 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvevict.errors import UnsupportedModelError
 from kvevict.models import attention
-from kvevict.models.rope import Rope, fit
+from kvevict.models.placement import input_device, is_pipeline_part
+from kvevict.models.rope import Rope, fit, no_rotation
 
 _TOKENS = 6
 _SHIFT = 37
@@ -36,6 +37,7 @@ _HARMLESS = frozenset(
         "output_router_logits",
         "return_dict",
         "logits_to_keep",
+        "kwargs",
     ]
 )
 _NAMES = {"position_bias": "a position bias", "block_indices": "block-sparse attention"}
@@ -93,9 +95,14 @@ def probe(model: Any) -> Findings:
     config = model.config.get_text_config(decoder=True)
     findings = Findings(config.model_type)
     first, calls = run_once(model, 0)
-    refuse(config.model_type, check_calls(first, calls))
+    elsewhere = _elsewhere(first) if is_pipeline_part(model) else frozenset()
+    refuse(config.model_type, check_calls(first, calls, elsewhere))
     findings.ropes = _ropes(model, first)
-    evicting = [i for i, x in enumerate(first.layers) if type(x) is DynamicLayer]
+    for index in elsewhere:
+        findings.ropes[index] = no_rotation()
+    evicting = [
+        i for i, x in enumerate(first.layers) if type(x) is DynamicLayer and i not in elsewhere
+    ]
     if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
         _check_positions(model, config)
     findings.position_limit, findings.in_cache_problem = _limits(config)
@@ -116,18 +123,28 @@ def refuse(model_type: str, problems: dict[int, str]) -> None:
         raise UnsupportedModelError(f"{where}: {problem}")
 
 
-def check_calls(cache: Any, calls: list[dict[str, Any]]) -> dict[int, str]:
+def _elsewhere(cache: Any) -> frozenset[int]:
+    """Return the layers that another pipeline rank runs."""
+    return frozenset(i for i, x in enumerate(cache.layers) if not x.is_initialized)
+
+
+def check_calls(
+    cache: Any, calls: list[dict[str, Any]], elsewhere: frozenset[int] = frozenset()
+) -> dict[int, str]:
     """Return the missing part of each layer that cannot serve an eviction cache.
 
     Args:
         cache: transformers' own, after one forward.
         calls: what the attention function was called with during it.
+        elsewhere: layers of other processes, which those check.
     """
     by_layer: dict[int, list[dict[str, Any]]] = {}
     for call in calls:
         by_layer.setdefault(getattr(call["module"], "layer_idx", -1), []).append(call)
     found = {
-        index: _problem(layer, by_layer.get(index, [])) for index, layer in enumerate(cache.layers)
+        index: _problem(layer, by_layer.get(index, []))
+        for index, layer in enumerate(cache.layers)
+        if index not in elsewhere
     }
     for index in by_layer.keys() - found.keys():
         found[index] = "its attention does not name its layer (missing part: the bridge)"
@@ -152,7 +169,8 @@ def _problem(layer: Any, calls: list[dict[str, Any]]) -> str | None:
         same = isinstance(cached, Tensor) and cached.shape == seen.shape
         if not same or (seen.device.type != "meta" and not torch.equal(cached, seen)):
             return f"it attends to other {name} than it caches, as MLA does (missing part: scores)"
-    for name, value in call.items():
+    given = {**call, **(call.get("kwargs") or {})}  # pipeline stages nest what they pass on
+    for name, value in given.items():
         if name not in _HONOURED | _HARMLESS and value is not None and value is not False:
             what = _NAMES.get(name, f"the option {name}")
             return f"{what} is not supported (missing part: scores)"
@@ -190,7 +208,7 @@ def _check_positions(model: Any, config: Any) -> None:
         UnsupportedModelError: a model that numbers its tokens itself.
     """
     cache, _ = run_once(model, 0, equal=True)
-    keys = next(x.keys for x in cache.layers if type(x) is DynamicLayer)
+    keys = next(x.keys for x in cache.layers if type(x) is DynamicLayer and x.is_initialized)
     spread = (keys - keys[:, :, :1]).abs().max() / keys.abs().max().clamp_min(1e-12)
     tol = 1e-4 if keys.dtype in (torch.float32, torch.float64) else 3e-2
     if spread > tol and not _is_hybrid(cache):
@@ -221,7 +239,7 @@ def run_once(model: Any, position: int, equal: bool = False) -> tuple[Any, list[
             f"{config.model_type}: its forward takes no position_ids (missing part: positions)"
         )
     cache = DynamicCache(config=config)
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     ids = (torch.arange(_TOKENS, device=device) * (0 if equal else 7) + 3) % config.vocab_size
     given = {
         "input_ids": ids[None],

@@ -68,6 +68,11 @@ class Rope:
         )
 
 
+def no_rotation() -> Rope:
+    """Return the rotation of a layer that has none."""
+    return Rope("none", torch.zeros(0, dtype=torch.float64))
+
+
 def fit(
     before: Tensor, after: Tensor, delta: int, candidates: list[Tensor], tol: float
 ) -> Rope | None:
@@ -86,7 +91,7 @@ def fit(
     x, y = before.double().cpu(), after.double().cpu()
     scale = y.abs().max().clamp_min(1e-12)
     if (x - y).abs().max() / scale < tol:
-        return Rope("none", torch.zeros(0, dtype=torch.float64))
+        return no_rotation()
     best: tuple[float, Rope] | None = None
     D = x.shape[-1]
     for freq in candidates:

@@ -12,6 +12,7 @@ from transformers.cache_utils import DynamicCache
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import CacheError, KvevictError, NotPatchedError, UnsupportedModelError
+from kvevict.models.placement import input_device, is_pipeline_part
 
 _TOKENS = 6
 _PADS = 2
@@ -32,7 +33,9 @@ def self_check(model: Any, cache_name: str) -> str | None:
         UnsupportedModelError: a row without pads comes out different.
     """
     kind = model.config.get_text_config(decoder=True).model_type
-    device = model.get_input_embeddings().weight.device
+    if is_pipeline_part(model):  # logits are another rank's
+        return None
+    device = input_device(model)
     vocabulary = model.config.get_text_config(decoder=True).vocab_size
     ids = (torch.arange(_TOKENS, device=device) * 7 + 3) % vocabulary
     training = model.training

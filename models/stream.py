@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import CacheError, PolicyError
+from kvevict.models.placement import input_device
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def _run(
 ) -> Iterator[Step]:
     from kvevict.models.patch import cache_argument
 
-    device = model.get_input_embeddings().weight.device
+    device = input_device(model)
     name = cache_argument(model)
     cache.shift_stream(start)
     last: Tensor | None = None

@@ -1,0 +1,47 @@
+"""Run under torchrun by test_engines: generate with a model split over ranks, write the tokens."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+from transformers import AutoModelForCausalLM
+
+from kvevict import EvictionCache, patch, stream
+
+
+def load(mode: str, folder: str) -> Any:
+    """Load a model whole, or its part of it."""
+    if mode == "tp":
+        return AutoModelForCausalLM.from_pretrained(folder, tp_plan="auto").eval()
+    from transformers.distributed import DistributedConfig
+
+    config = DistributedConfig(pp_size=2)
+    return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
+
+
+def main() -> None:
+    mode, folder, out, *policies = sys.argv[1:]
+    transformers.logging.set_verbosity_error()
+    model = load(mode, folder)
+    ids = torch.arange(3, 33)[None]
+    settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    found: dict[str, Any] = {}
+    for policy in policies:
+        with patch(model, policy):
+            found[policy] = model.generate(ids, **settings)[0].tolist()
+        if mode == "tp":
+            with patch(model):
+                cache = EvictionCache(model, policy)
+                steps = list(stream(model, ids, cache, chunk=7))
+                found[policy + " nll"] = torch.cat([x.nll for x in steps])[1:].tolist()
+                found[policy + " bytes"] = cache.nbytes()
+    Path(out, f"{mode}-{dist.get_rank()}.json").write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
