@@ -52,7 +52,7 @@ def self_check(model: Any, cache_name: str) -> str | None:
                     f"the bridge): {str(problem).strip().splitlines()[0]}"
                 ) from problem
             error = _error(alone[0], wanted[0])
-            if error > _tolerance(wanted):
+            if error > _tolerance(model):
                 raise UnsupportedModelError(
                     f"{kind}: its logits under a cache that keeps everything are not a "
                     f"DynamicCache's (off by {error:.1%} of the largest; missing part: the bridge)"
@@ -64,7 +64,7 @@ def self_check(model: Any, cache_name: str) -> str | None:
                 return f"{kind}: left-padded rows fail ({str(problem).strip().splitlines()[0]})"
     finally:
         model.train(training)
-    if error > _tolerance(wanted):
+    if error > _tolerance(model):
         return (
             f"{kind}: a left-padded row does not come out as the same row alone (off by "
             f"{error:.1%} of the largest logit; missing part: positions)"
@@ -100,6 +100,6 @@ def _error(got: torch.Tensor, wanted: torch.Tensor) -> float:
     return float((got - wanted).abs().max() / wanted.abs().max().clamp_min(1e-12))
 
 
-def _tolerance(logits: torch.Tensor) -> float:
+def _tolerance(model: Any) -> float:
     """Return what rounding may do; half precision can also flip a router's choice of experts."""
-    return 2e-3 if logits.dtype in (torch.float32, torch.float64) else 0.2
+    return 2e-3 if model.dtype in (torch.float32, torch.float64) else 0.2
