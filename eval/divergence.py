@@ -83,7 +83,7 @@ def _compare(
     ids, policy = text.ids, cell.key["policy"]
     chunk = settings.chunk or len(ids)
     cache, full = settings.cache(model, policy), settings.cache(model, Full())
-    kl: list[Tensor] = []
+    total = torch.zeros(len(ids))  # one buffer: see `feed`
     agree = 0
     delta = torch.zeros((), dtype=torch.float64)
     masses: list[Tensor] = []
@@ -94,18 +94,17 @@ def _compare(
     ):
         assert ours.logits is not None
         assert theirs.logits is not None
-        kl.append(divergence(theirs.logits, ours.logits))
+        seen = theirs.start + len(theirs.nll)
+        total[theirs.start : seen] = divergence(theirs.logits, ours.logits)
         agree += int((ours.logits.argmax(-1) == theirs.logits.argmax(-1)).sum())
         target = ids[theirs.start + 1 : theirs.start + len(theirs.nll) + 1]
         count = len(target)
         loss = cross_entropy(ours.logits[:count], target) if count else torch.zeros(0)
         control = cross_entropy(theirs.logits[:count], target) if count else torch.zeros(0)
         delta += (loss.double() - control.double()).sum()
-        seen = theirs.start + len(theirs.nll)
         if due and seen >= due[0] and seen < len(ids):
             due = [d for d in due if d > seen]
             masses.append(attention_mass(model, ids[: seen + 1], cache, chunk))
-    total = torch.cat(kl)
     row = settings.facts(cache) | {
         "tokens_fed": len(ids),
         "tokens_scored": len(total),

@@ -5,9 +5,11 @@ from typing import Any
 import pytest
 
 from kvevict.eval import gap, needle, perplexity, stream
-from kvevict.eval.caches import CacheSettings
+from kvevict.eval.caches import CacheSettings, feed, patched
+from kvevict.eval.memory import resident_bytes
 from kvevict.eval.texts import Tokens, encode, read
 from kvevict.models.small import load
+from kvevict.policy import parse
 
 pytestmark = pytest.mark.slow
 STREAMING = "streaming_llm:sinks=4,window=124"
@@ -37,6 +39,17 @@ def test_a_stream_is_as_good_as_a_fresh_start(small: tuple[Any, Any], text: Toke
     fresh = stream.FreshStarts(count=1, lead=256, span=256)
     done = stream.run(small[0], text, [STREAMING], fresh=fresh, bucket=128)
     assert abs(done[1].row["nll_delta"]) < 0.1
+
+
+def test_memory_of_the_process_stays_flat(small: tuple[Any, Any], text: Tokens) -> None:
+    held = []
+    with patched(small[0]):
+        settings = CacheSettings(chunk=64)
+        cache = settings.cache(small[0], parse(STREAMING))
+        ids = text.ids.repeat(4)
+        feed(small[0], ids, cache, settings, on_step=lambda step: held.append(resident_bytes()))
+    first, last = held[len(held) // 4], max(held[-8:])
+    assert last - first < 60 * 2**20, f"grew by {(last - first) / 2**20:.0f} MiB in 2,700 tokens"
 
 
 def test_only_original_positions_break_behind_a_gap(small: tuple[Any, Any], text: Tokens) -> None:
