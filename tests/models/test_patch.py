@@ -198,7 +198,11 @@ def test_what_is_no_decoder_with_a_head_is_refused(toy: Any) -> None:
     t5 = T5ForConditionalGeneration(
         T5Config(vocab_size=50, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2)
     )
-    for wrong, named in ((t5, "encoder-decoder"), (toy.model, "head"), (torch.nn.Linear(2, 2), "")):
+    for wrong, named in (
+        (t5, "encoder-decoder"),
+        (toy.model, "head"),
+        (torch.nn.Linear(2, 2), "transformers model"),
+    ):
         with pytest.raises(UnsupportedModelError, match=named):
             patch(wrong)
 
