@@ -24,6 +24,8 @@ from kvevict.models.selfcheck import self_check
 from kvevict.policy import Policy, parse
 
 
+__all__ = ["Patch", "cache_argument", "patch"]
+
 _WRAPPED = (
     "_prepare_cache_for_generation",
     "prepare_inputs_for_generation",

@@ -167,7 +167,9 @@ def _problem(layer: Any, calls: list[dict[str, Any]]) -> str | None:
     for name in ("keys", "values"):
         cached, seen = getattr(layer, name, None), call[name[:-1]]
         same = isinstance(cached, Tensor) and cached.shape == seen.shape
-        if not same or (seen.device.type != "meta" and not torch.equal(cached, seen)):
+        if same and isinstance(cached, Tensor) and seen.device.type != "meta":
+            same = torch.equal(cached, seen)
+        if not same:
             return f"it attends to other {name} than it caches, as MLA does (missing part: scores)"
     given = {**call, **(call.get("kwargs") or {})}  # pipeline stages nest what they pass on
     for name, value in given.items():
@@ -208,7 +210,8 @@ def _check_positions(model: Any, config: Any) -> None:
         UnsupportedModelError: a model that numbers its tokens itself.
     """
     cache, _ = run_once(model, 0, equal=True)
-    keys = next(x.keys for x in cache.layers if type(x) is DynamicLayer and x.is_initialized)
+    layers = (x for x in cache.layers if type(x) is DynamicLayer and x.is_initialized)
+    keys: Tensor = next(layers).keys  # type: ignore[assignment]
     spread = (keys - keys[:, :, :1]).abs().max() / keys.abs().max().clamp_min(1e-12)
     tol = 1e-4 if keys.dtype in (torch.float32, torch.float64) else 3e-2
     if spread > tol and not _is_hybrid(cache):
