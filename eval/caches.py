@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -79,7 +79,7 @@ def patched(model: Any) -> Iterator[Any]:
 
 
 def policies_at(
-    policies: list[str | Policy], budgets: list[str | int], tokens: int
+    policies: Sequence[str | Policy], budgets: Sequence[str | int], tokens: int
 ) -> list[Policy]:
     """Return every policy at every budget, each once, in order.
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -55,9 +56,9 @@ def run(
     model: Any,
     tokenizer: Any,
     conversations: list[list[str]],
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     max_new_tokens: int = 64,
     folder: RunFolder | None = None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from kvevict.eval.grid import Cell, Outcome, cells, run_cells
 from kvevict.eval.results import RunFolder
 from kvevict.eval.texts import Tokens
 from kvevict.layers import EvictionLayer
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 from kvevict.models.stream import stream
 from kvevict.policies import Full
 from kvevict.policy import Policy
@@ -26,9 +27,9 @@ from kvevict.policy import Policy
 def run(
     model: Any,
     text: Tokens,
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     bucket: int = 256,
     mass_at: int = 4,

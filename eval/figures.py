@@ -238,7 +238,8 @@ def kept_maps(row: Row) -> list[Figure]:
     kept = row.get("kept_map")
     if not kept or not kept.get("times"):
         return []
-    total, found = kept["positions"], []
+    total: int = kept["positions"]
+    found: list[Figure] = []
     for moment in kept["times"]:
         bins = len(moment["layers"][0]) if moment["layers"] else 0
         columns: Sequence[str] = [f"{total * i // bins}" for i in range(bins)]

@@ -6,6 +6,7 @@ not see the gap at all; original positions run out of the trained length, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,10 +23,10 @@ _HEAD = 4  # tokens before the gap, where the policy has no head of its own
 def run(
     model: Any,
     text: Tokens,
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     gaps: list[int],
     *,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     span: int = 1020,
     bucket: int = 64,

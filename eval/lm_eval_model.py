@@ -19,7 +19,8 @@ from tqdm import tqdm
 
 from kvevict.cache import EvictionCache
 from kvevict.eval.caches import CacheSettings, feed
-from kvevict.models.patch import cache_argument, patch
+from kvevict.models.patch import patch
+from kvevict.models.releases import cache_argument
 from kvevict.policy import parse
 
 

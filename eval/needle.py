@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,12 +65,12 @@ class Grid:
 def run(
     model: Any,
     tokenizer: Any,
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
     grid: Grid | None = None,
     rows: list[Item] | None = None,
     filler: Filler = noise,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     folder: RunFolder | None = None,
 ) -> list[Outcome]:
@@ -115,7 +116,7 @@ def run(
 
 
 def _arms(
-    policies: list[str | Policy], budgets: list[str | int], length: int, grid: Grid
+    policies: Sequence[str | Policy], budgets: Sequence[str | int], length: int, grid: Grid
 ) -> list[tuple[Policy, str]]:
     arms = [(p, "whole") for p in policies_at(policies, budgets, length)]
     if grid.relevant_control:

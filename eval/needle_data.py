@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import re
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,7 @@ def _jsonl(path: Path) -> list[Any]:
 
 def _parquet(path: Path) -> list[Any]:
     try:
-        import pyarrow.parquet as parquet
+        parquet = import_module("pyarrow.parquet")
     except ImportError as error:
         raise KvevictError(
             'reading parquet needs pyarrow: pip install pyarrow, or "kvevict[eval]"'

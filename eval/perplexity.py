@@ -7,6 +7,7 @@ could skip, double or mis-weight a token. A chunk only sets how often a ranked p
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,9 +33,9 @@ from kvevict.policy import Policy
 def run(
     model: Any,
     texts: Tokens | Tensor | list[Tokens],
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     bucket: int = 256,
     score_from: int = 1,

@@ -92,7 +92,8 @@ class RunFolder:
 
     def read_array(self, name: str, kind: str) -> np.ndarray:
         """Return an array of a finished cell."""
-        return np.load(self.path / CELLS / f"{name}.{kind}.npy", allow_pickle=False)
+        array: np.ndarray = np.load(self.path / CELLS / f"{name}.{kind}.npy", allow_pickle=False)
+        return array
 
     def finish(self, rows: list[dict[str, Any]], timings: list[dict[str, Any]], ranks: int) -> None:
         """Write the result."""

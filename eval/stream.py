@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +74,9 @@ class _Job:
 def run(
     model: Any,
     text: Tokens,
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     bucket: int = 1024,
     fresh: FreshStarts | None = None,

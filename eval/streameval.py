@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,10 +110,10 @@ class Workload:
 def run(
     model: Any,
     tokenizer: Any,
-    policies: list[str | Policy],
+    policies: Sequence[str | Policy],
     *,
     workload: Workload | None = None,
-    budgets: list[str | int] = [],  # noqa: B006  never changed
+    budgets: Sequence[str | int] = (),
     settings: CacheSettings | None = None,
     folder: RunFolder | None = None,
     seed: int = 0,

@@ -25,7 +25,7 @@ def chart(figure: Chart) -> Markup:
     """Return lines over two axes, with a legend below."""
     xs = [x for s in figure.series for x, _ in s.points]
     ys = [y for s in figure.series for _, y in s.points if math.isfinite(y)]
-    if not xs or not ys:
+    if not ys or max(len(s.points) for s in figure.series) < 2:
         return Markup("")
     if figure.log_x:
         to_x = _scale(math.log(min(xs)), math.log(max(xs)), _LEFT, _W - _RIGHT)

@@ -112,7 +112,10 @@ def test_an_unknown_policy_is_still_shown(tmp_path: Path) -> None:
 
 def test_text_inside_a_picture_is_escaped(tmp_path: Path) -> None:
     row = {"policy": EVIL, "nll": 1.0, "budget": 8, "depth": 0.5, "task": EVIL, "length": 9}
-    row |= {"buckets": [{"start": 0, "count": 4, "nll_sum": 2.0}], "answer_nll": 1.0}
+    row |= {
+        "buckets": [{"start": i, "count": 4, "nll_sum": 2.0} for i in (0, 4)],
+        "answer_nll": 1.0,
+    }
     rows = [row, {**row, "depth": 1.0}]
     whole = {"schema": 1, "command": "ppl", "config": {}, "versions": {}, "rows": rows}
     write_json(tmp_path / "result.json", whole)
