@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvevict import CacheError, EvictionCache, patch
+from kvevict.models.releases import cache_argument
 from kvevict.policies import H2O, Full, Random, StreamingLLM, Window
 
 POLICIES = {
@@ -143,7 +144,7 @@ def test_a_loaded_cache_that_was_never_patched_is_refused_by_the_model(
 
     cache = EvictionCache.load(saved, toy)
     with pytest.raises(NotPatchedError):
-        toy(torch.tensor([draw(3)]), cache=cache)
+        toy(torch.tensor([draw(3)]), **{cache_argument(toy): cache})
 
 
 def test_nothing_is_pickled(saved: Path) -> None:
