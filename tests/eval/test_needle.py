@@ -12,6 +12,7 @@ from kvevict.eval import needle, needle_data
 from kvevict.eval.answers import score_answer
 from kvevict.eval.caches import CacheSettings, feed, patched
 from kvevict.eval.needle_tasks import TASKS, Item, noise, prose
+from kvevict.models.releases import cache_argument
 from kvevict.policy import parse
 
 ROW = {
@@ -94,8 +95,8 @@ def test_scores_of_the_full_cache_are_those_of_one_forward(
 
 def test_exact_match_is_what_greedy_decoding_writes(model: Any, tokenizer: Any) -> None:
     ids = torch.tensor(tokenizer("Some words of a context").input_ids)
-    cache = DynamicCache(config=model.config)
-    out = model.generate(ids[None], max_new_tokens=5, do_sample=False, cache=cache)
+    given = {cache_argument(model): DynamicCache(config=model.config)}
+    out = model.generate(ids[None], max_new_tokens=5, do_sample=False, **given)
     written = out[0, len(ids) :]
     other = written.clone()
     other[2] = (other[2] + 1) % 256
