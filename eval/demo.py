@@ -18,7 +18,8 @@ from kvevict.errors import KvevictError
 from kvevict.eval.results import write_json
 from kvevict.eval.texts import builtin_text
 from kvevict.models.generation import kept_tokens
-from kvevict.models.patch import cache_argument, patch
+from kvevict.models.patch import patch
+from kvevict.models.releases import cache_argument
 from kvevict.models.small import SMALL, load
 from kvevict.models.stream import stream
 

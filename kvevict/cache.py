@@ -83,6 +83,7 @@ class EvictionCache(Cache):
         self._offsets: list[tuple[int, int]] = [(0, 0)]  # (first index, what is added from there)
         self._broken = False
         self._open = False
+        self.static = False  # whether a compiled step is running
         self._ready = False
         self._heads: Heads | None = None
         self._ledgers: list[Ledger] = []
@@ -104,6 +105,15 @@ class EvictionCache(Cache):
     def capacity(self) -> int | None:
         """Most tokens kept per layer, row and KV head, None for a policy that keeps everything."""
         return self.policy.capacity
+
+    def poison(self) -> None:
+        """Refuse all further use until `reset()`: a forward failed half-way."""
+        self._broken = True
+
+    @property
+    def rows(self) -> int:
+        """Rows held, -1 before the first forward."""
+        return next((x.batch_size for x in self.layers if isinstance(x, EvictionLayer)), -1)
 
     def nbytes(self) -> int:
         """Return the bytes of all key and value buffers that exist now, layers of others too."""
@@ -320,6 +330,9 @@ class EvictionCache(Cache):
         self._seen += plan.length
         for ledger in plan.ledgers:
             ledger.evict(plan.start + 1)
+        if plan.static:
+            for layer in self.layers:
+                layer.seen = self._seen  # type: ignore[union-attr]
         if plan.padded:
             self._row_seen = plan.after(plan.position.device)
         else:
@@ -330,6 +343,51 @@ class EvictionCache(Cache):
         except CacheError:
             self._broken = True
             raise
+
+    def static_plan(self, handle: Any, rows: int, device: Any) -> Plan:
+        """Return a plan for steps with static addresses; the cache must be full.
+
+        Raises:
+            CacheError: a cache that is not full yet, has pads, or frees several slots at once.
+            UnsupportedModelError: layers of transformers' own, or H2O with positions in the cache.
+        """
+        plan = self.begin(handle, rows, 1, None, device)
+        self._open = False
+        rings = [x for x in self.layers if isinstance(x, RingLayer)]
+        if len(rings) not in (0, len(self.layers)) or (not rings and self._raw_keys):
+            raise UnsupportedModelError(
+                "a compiled step needs full attention in every layer, and original positions "
+                "under a ranked policy"
+            )
+        capacity = self.policy.capacity
+        full = capacity is not None and not plan.padded and self._seen > capacity
+        if not full or (not rings and not plan.ledgers):
+            raise CacheError(
+                "a compiled step needs a full cache without pads and evict_every=1: feed more "
+                f"than {capacity} tokens first, then one more on its own"
+            )
+        plan.static = True
+        plan.slot = torch.zeros(1, dtype=torch.int64, device=device)
+        return plan
+
+    def advance(self, plan: Plan) -> None:
+        """Move a static plan to the next token, in place, before its forward runs."""
+        assert isinstance(self._row_seen, int)
+        self._check_usable()
+        start = self._row_seen
+        self._rebase(start, 1)
+        plan.seen, plan.start, plan.base = self._seen, start, self._base
+        plan.memo.clear()
+        plan.position.fill_(start)
+        plan.row_seen.fill_(start)
+        ring = next((x for x in self.layers if isinstance(x, RingLayer)), None)
+        if ring is not None:
+            assert plan.slot is not None
+            plan.slot.fill_(ring.slot(start))
+            ring._turn_head(plan)
+        for ledger in plan.ledgers:
+            ledger.take_in(start)
+        self._open = True
 
     def _open_ledgers(self) -> list[Ledger]:
         """Return the ledgers once every ranked layer is full and frees one slot a token."""
@@ -366,7 +424,7 @@ class EvictionCache(Cache):
             )
 
     def _check_rows(self, rows: int) -> None:
-        held = next((x.batch_size for x in self.layers if isinstance(x, EvictionLayer)), -1)
+        held = self.rows
         if held not in (-1, rows):
             raise CacheError(
                 f"the cache holds {held} rows and got {rows}; use a fresh cache or reset() it"

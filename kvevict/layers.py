@@ -86,6 +86,8 @@ class EvictionLayer(CacheLayerMixin):
             CacheError: another batch size than that of the stored rows.
         """
         plan = self.plan
+        if plan is not None and plan.static:
+            return self._static_step(key_states, value_states, plan)
         if plan is None or plan.length != key_states.shape[2]:
             raise NotPatchedError(
                 "the model does not announce its forward to the eviction cache: call "
@@ -196,6 +198,10 @@ class EvictionLayer(CacheLayerMixin):
         """Allocate what the kind keeps beside keys and values."""
 
     def _step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        raise NotImplementedError
+
+    def _static_step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        """Write one token into a full cache through tensors alone, for compiled steps."""
         raise NotImplementedError
 
     def _extend(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:

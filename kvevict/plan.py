@@ -25,6 +25,9 @@ class Plan:
         base: what is subtracted from an index to give the position that the model was fed.
         memo: results that layers share within this forward (masks, cosines), by key.
         ledgers: where one token's positions and victims are kept for all layers at once.
+        slot: int64 `[1]`, the ring slot that every layer writes, in a step with static addresses;
+            None elsewhere.
+        static: whether this is such a step: tensors are updated in place and no layer keeps count.
     """
 
     length: int
@@ -35,6 +38,8 @@ class Plan:
     start: int
     base: int
     ledgers: list[Ledger] = field(default_factory=list)
+    slot: Tensor | None = None
+    static: bool = False
     memo: dict[Any, Any] = field(default_factory=dict)
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:

@@ -134,14 +134,15 @@ class Policy(ABC):
         size = xp.broadcast_to(slots.size, live.shape)
         size = xp.where(live, size, xp.zeros_like(size))
         # Roots come out of the importance part first, then out of recent, then out of the head.
-        spent = xp.where(slots.protected & live, size, xp.zeros_like(size))
+        protected: Array = slots.protected
+        spent = xp.where(protected & live, size, xp.zeros_like(size))
         spent = xp.sum(spent, axis=-1, keepdims=True, dtype=size.dtype)
-        loose = live & ~slots.protected
+        loose = live & ~protected
         head_left = xp.clip(head - xp.clip(spent - heavy - recent, 0, None), 0, None)
         recent_left = xp.clip(recent - xp.clip(spent - heavy, 0, None), 0, None)
         heavy_left = xp.clip(heavy - spent, 0, None)
 
-        kept = slots.protected & live
+        kept = protected & live
         in_head = _prefix(xp, slots.position, loose, size, head_left, newest=False)
         loose = loose & ~in_head
         in_recent = _prefix(xp, slots.position, loose, size, recent_left, newest=True)

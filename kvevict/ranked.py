@@ -33,7 +33,7 @@ class RankedLayer(EvictionLayer):
 
     def positions(self, seen: Tensor) -> Tensor:
         """Return the stored indices by slot, `[B, H, length]`, -1 for the free slot."""
-        position = self.position[:, :, : self.length]
+        position: Tensor = self.position[:, :, : self.length]
         if self.free is not None:
             position = position.scatter(2, self.free[..., None], -1)
         return position
@@ -58,6 +58,10 @@ class RankedLayer(EvictionLayer):
             now = plan.on(self.device)[0][:, :, None].expand(B, H, 1)
             self.position.scatter_(2, self.free[..., None], now)
             self.score.scatter_(2, self.free[..., None], 0.0)
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
+    def _static_step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        self._write(k, v)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
     def _write(self, k: Tensor, v: Tensor) -> None:

@@ -87,6 +87,11 @@ class RingLayer(EvictionLayer):
         self._turn_head(plan)
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
+    def _static_step(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
+        self.keys.index_copy_(2, plan.slot, k)
+        self.values.index_copy_(2, plan.slot, v)
+        return self.keys[:, :, : self.length], self.values[:, :, : self.length]
+
     def _step_padded(self, k: Tensor, v: Tensor, plan: Plan) -> tuple[Tensor, Tensor]:
         self._restore_head()
         _, row_seen = plan.on(self.device)

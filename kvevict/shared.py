@@ -42,8 +42,11 @@ class Ledger:
             layer.position, layer.score = self.position[index], self.score[index]
             layer.free = self.free[index]
         L, B, H, C = self.position.shape
-        self._first = (torch.arange(B * H, device=self.position.device) * C).expand(L, -1)
+        self._first = torch.arange(B * H, device=self.position.device) * C
         self._all = torch.arange(L * B * H, device=self.position.device) * C
+        self._rows = self._all.view(L, -1).clone()  # written in place: addresses stay
+        for layer, row in zip(layers, self._rows.unbind(0), strict=True):
+            layer.row = row
 
     def take_in(self, start: int) -> None:
         """Enter the token of index `start` into every head's free slot; layers write the states."""
@@ -52,9 +55,7 @@ class Ledger:
         self.position.view(-1).index_fill_(0, at, start)
         if self.policy.needs_scores:
             self.score.view(-1).index_fill_(0, at, 0.0)
-        rows = self._first + self.free.view(len(self.layers), -1)
-        for layer, row in zip(self.layers, rows.unbind(0), strict=True):
-            layer.row = row
+        torch.add(self.free.view(len(self.layers), -1), self._first, out=self._rows)
 
     def evict(self, seen: int) -> None:
         """Choose every head's victim, the next free slot, now that all scores are known."""

@@ -62,12 +62,12 @@ def eviction_attention(
     Returns:
         The output `[B, Q, H*G, D]`, and None for the weights.
     """
-    calls = probe_calls.get()
-    if calls is not None:
-        call = {"module": module, "key": key, "value": value, "mask": attention_mask}
-        calls.append({**call, "softcap": softcap, "s_aux": s_aux, **kwargs})
     layer = kvevict_layer
     if layer is None:
+        calls = probe_calls.get()
+        if calls is not None:
+            call = {"module": module, "key": key, "value": value, "mask": attention_mask}
+            calls.append({**call, "softcap": softcap, "s_aux": s_aux, **kwargs})
         cache = forward_cache.get()
         index = getattr(module, "layer_idx", None)
         if cache is not None and index is not None:
@@ -158,7 +158,8 @@ def _ring_chunk(
         def visible(first: int = first, last: int = last, span: slice = span) -> Tensor:
             at, keys = position[0, first:last, None], where[None, span]
             seen = (keys >= head) & (keys <= at) & (at - keys <= window)
-            return seen[None, None]  # [1, 1, block, span]
+            mask: Tensor = seen[None, None]  # [1, 1, block, span]
+            return mask
 
         mask = plan.shared(("band", first, device), visible)
         block = q[:, :, first:last]

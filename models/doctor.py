@@ -10,7 +10,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvevict import console
 from kvevict.cache import EvictionCache
-from kvevict.models.patch import cache_argument, patch
+from kvevict.models.patch import patch
+from kvevict.models.releases import cache_argument
 from kvevict.models.small import SMALL, cache_folder
 
 

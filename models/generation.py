@@ -8,7 +8,8 @@ import torch
 
 from kvevict.cache import EvictionCache, Positions
 from kvevict.errors import PolicyError
-from kvevict.models.patch import cache_argument, patch
+from kvevict.models.patch import patch
+from kvevict.models.releases import cache_argument
 from kvevict.policy import Policy
 
 

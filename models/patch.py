@@ -23,8 +23,7 @@ from kvevict.models.releases import cache_argument, renamed, taking_cache
 from kvevict.models.selfcheck import self_check
 from kvevict.policy import Policy, parse
 
-
-__all__ = ["Patch", "cache_argument", "patch"]
+__all__ = ["Patch", "patch"]
 
 _WRAPPED = (
     "_prepare_cache_for_generation",
@@ -111,7 +110,7 @@ class Patch:
             base = _base_model(model)
             self._hooks = [
                 base.register_forward_pre_hook(self._before, with_kwargs=True),
-                base.register_forward_hook(self._after),
+                base.register_forward_hook(self._after, with_kwargs=True),
             ]
             self._names = list(inspect.signature(type(base).forward).parameters)[1:]
             model._kvevict = self
@@ -245,6 +244,8 @@ class Patch:
         if not isinstance(cache, EvictionCache):
             attention.forward_cache.set(None)
             return None
+        if cache.static:  # announced by the compiled step itself
+            return None
         if kwargs.get("output_attentions") or getattr(base.config, "output_attentions", False):
             raise UnsupportedModelError(
                 "output_attentions=True: fused attention returns no weights; the cache's scores() "
@@ -275,9 +276,9 @@ class Patch:
         attention.forward_cache.set(cache)
         return (), kwargs
 
-    def _after(self, base: Any, args: tuple[Any, ...], output: Any) -> None:
-        cache = attention.forward_cache.get()
-        if cache is not None:
+    def _after(self, base: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        cache = kwargs.get("cache", kwargs.get("past_key_values"))
+        if isinstance(cache, EvictionCache) and not cache.static:
             attention.forward_cache.set(None)
             cache.finish()
 

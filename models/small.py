@@ -64,7 +64,8 @@ def load(name: str = SMALL, dtype: str = "float32", device: str = "cpu") -> tupl
             f"model {name!r} cannot be loaded: {_first_line(error)}; give {SMALL!r}, a folder made "
             "by save_pretrained, or the id of a causal language model on the hub"
         ) from error
-    return model.to(device).eval(), tokenizer
+    loaded: Any = model
+    return loaded.to(device).eval(), tokenizer
 
 
 def load_config(name: str = SMALL) -> Any:
@@ -159,7 +160,7 @@ def _convert(gguf: Path, folder: Path) -> None:
         options["quantization_config"] = transformers.GgufConfig(dequantize=True)
     where = str(gguf.parent)
     tokenizer = AutoTokenizer.from_pretrained(where, gguf_file=gguf.name)
-    model = AutoModelForCausalLM.from_pretrained(
+    model: Any = AutoModelForCausalLM.from_pretrained(
         where, gguf_file=gguf.name, dtype=torch.float32, **options
     )
     # The weights are dense now; left in place, these would make save_pretrained refuse.

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvevict.cache import EvictionCache
 from kvevict.errors import CacheError, PolicyError
 from kvevict.models.placement import input_device
+from kvevict.models.releases import cache_argument
 
 
 @dataclass(frozen=True)
@@ -77,8 +78,6 @@ def _run(
     logits: bool,
     start: int,
 ) -> Iterator[Step]:
-    from kvevict.models.patch import cache_argument
-
     device = input_device(model)
     name = cache_argument(model)
     cache.shift_stream(start)

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import sdpa_mask
 
 from kvevict import EvictionCache, UnsupportedModelError, patch
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 _NAME = "kvevict_oracle"
 LENGTH = 26

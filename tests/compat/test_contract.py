@@ -24,7 +24,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import create_causal_mask, sdpa_mask
 
 from kvevict.layers import EvictionLayer
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 NEW = Version(transformers.__version__) >= Version("5.24")
 

@@ -13,8 +13,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from kvevict import EvictionCache, PolicyError, UnsupportedModelError, patch, stream
-from kvevict.models.patch import cache_argument
 from kvevict.models.planner import plan
+from kvevict.models.releases import cache_argument
 
 WORKER = Path(__file__).with_name("engine_worker.py")
 POLICIES = ["streaming_llm:sinks=2,window=9", "h2o:heavy=5,recent=6"]

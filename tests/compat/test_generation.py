@@ -16,7 +16,7 @@ from transformers import TextIteratorStreamer
 from transformers.cache_utils import DynamicCache
 
 from kvevict import CacheError, EvictionCache, UnsupportedModelError, patch
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 ROOT = Path(__file__).parents[2]
 KINDS = ["gemma3_text", "gpt_neox", "gpt_oss", "qwen3_next"]

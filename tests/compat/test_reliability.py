@@ -13,7 +13,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvevict import CacheError, EvictionCache, patch, stream
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
 from kvevict import CacheError, EvictionCache, patch
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 POLICIES = [
     "streaming_llm:sinks=2,window=5",

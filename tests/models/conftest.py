@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvevict import EvictionCache
-from kvevict.models.patch import cache_argument
+from kvevict.models.releases import cache_argument
 
 
 @pytest.fixture(scope="session")
