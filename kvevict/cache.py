@@ -471,7 +471,7 @@ class EvictionCache(Cache):
         heads = Heads(rings)
         for layer, rope in zip(self.layers, ropes, strict=True):
             if isinstance(layer, EvictionLayer):
-                layer.rope = rope
+                layer.rope, layer.backend = rope, self.backend
             if isinstance(layer, RingLayer):
                 layer.heads = heads
         self._heads = heads

@@ -30,6 +30,7 @@ class EvictionLayer(CacheLayerMixin):
         length: slots in use; every slot from `length` on is empty in every row.
         seen: columns seen, pads included.
         rope: rotation of this layer's keys, where positions inside the cache need one.
+        backend: "torch" or "triton", which the attention function runs.
     """
 
     keys: Any  # Tensors from the first forward on, None before
@@ -44,6 +45,7 @@ class EvictionLayer(CacheLayerMixin):
         self.policy = policy
         self.evict_every = evict_every
         self.rope: Any = None
+        self.backend = "torch"
         self.plan: Plan | None = None
         self._start_over()
 

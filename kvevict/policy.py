@@ -90,6 +90,11 @@ class Policy(ABC):
         extents = self.extents
         return None if extents is None or extents[2] else extents[1]
 
+    @property
+    def votes_repeat(self) -> bool:
+        """Whether, with `scores` "window", single tokens' queries count too."""
+        return False
+
     def importance(self, slots: Slots) -> Array:
         """Return what the middle is ranked by, `[..., N]`; larger stays longer."""
         return slots.score

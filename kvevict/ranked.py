@@ -116,7 +116,10 @@ class RankedLayer(EvictionLayer):
             self._free_slots(plan)
 
     def _add(self, score: Tensor, column_sums: Tensor, plan: Plan) -> None:
-        if self.policy.scores == "last":
+        kind, one = self.policy.scores, plan.length == 1
+        if kind == "window" and one and not self.policy.votes_repeat:
+            return
+        if kind == "last" or (kind == "window" and (not one or self.evict_every == 1)):
             score.copy_(column_sums)
             return
         decay = self.policy.decay_factor
@@ -141,6 +144,8 @@ class RankedLayer(EvictionLayer):
         self._compact(
             torch.where(over, keep, live), self.keys, self.values, self.position, self.score
         )
+        if self.policy.scores == "window" and self.policy.votes_repeat:
+            self.score.masked_fill_(over, 0.0)  # the next window's queries vote anew
         if plan.padded:
             self.free = self._victim(seen, plan)
         else:

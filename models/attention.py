@@ -15,6 +15,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from kvevict.cache import EvictionCache
 from kvevict.errors import UnsupportedModelError
 from kvevict.kernels import library
+from kvevict.kernels.attention_lse import attention_lse
+from kvevict.kernels.column_sum import column_sum
+from kvevict.kernels.decode import decode
 from kvevict.layers import EvictionLayer
 from kvevict.models import capped
 from kvevict.plan import Plan
@@ -250,18 +253,44 @@ def _ranked(
 ) -> Tensor:
     if layer.rope is not None and layer.rope.style != "none":
         q, k = _by_rank(layer, plan, q, k)
+    elif plan.length == 1 and layer.backend == "triton" and layer.policy.scores == "sum":
+        return _fused_step(layer, plan, q, scale)
     if plan.length == 1 and not plan.padded:
         return _ranked_step(layer, q, k, v, scale)
     if plan.padded:
         return _ranked_padded(layer, plan, q, k, v, scale)
-    out, lse = _stored_then_chunk(layer.held, q, k, v, scale)
+    triton = layer.backend == "triton"
+    if triton:
+        out, lse, _ = attention_lse(q, k.contiguous(), v.contiguous(), scale=scale, causal=True)
+    else:
+        out, lse = _stored_then_chunk(layer.held, q, k, v, scale)
     sums = None
     if layer.policy.needs_scores:
         lse = _decayed(layer, lse, torch.arange(plan.length - 1, -1, -1, device=lse.device))
         q_lo = _first_scored(layer, plan.length)
-        sums = library.column_sum(q, k, lse, scale, causal=True, q_lo=q_lo)
+        if triton:
+            sums = column_sum(q, k.contiguous(), lse, scale=scale, causal=True, q_lo=q_lo)
+        else:
+            sums = library.column_sum(q, k, lse, scale, causal=True, q_lo=q_lo)
     layer.commit(sums)
     return out
+
+
+def _fused_step(layer: RankedLayer, plan: Plan, q: Tensor, scale: float) -> Tensor:
+    """Attend one token a row over the slots and add its probabilities to the scores, fused."""
+    at = plan.on(q.device)[0].expand(q.shape[0], -1).contiguous()
+    done = decode(
+        q,
+        layer.keys,
+        layer.values,
+        layer.position,
+        at,
+        scale=scale,
+        scores=layer.score,
+        decay=layer.policy.decay_factor,
+    )
+    layer.commit()
+    return done.out
 
 
 def _ranked_step(layer: RankedLayer, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -17,7 +17,9 @@ from transformers.masking_utils import sdpa_mask
 
 from kvevict.cache import Backend, EvictionCache, EvictionLayer, Positions
 from kvevict.errors import PolicyError, UnsupportedModelError
+from kvevict.kernels.dispatch import resolve_backend
 from kvevict.models import attention
+from kvevict.models.placement import input_device
 from kvevict.models.probe import Findings, probe
 from kvevict.models.releases import cache_argument, renamed, taking_cache
 from kvevict.models.selfcheck import self_check
@@ -228,12 +230,20 @@ class Patch:
         Raises:
             UnsupportedModelError: an explicit "triton" that cannot run here.
         """
-        if asked == "triton":
+        config = self.model.config.get_text_config(decoder=True)
+        heads = config.num_attention_heads
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        fits = size % 8 == 0 and size <= 256
+        if asked == "triton" and not fits:
             raise UnsupportedModelError(
-                'backend="triton": this build has no Triton path for the cache yet; use '
-                'backend="torch" or "auto"'
+                f"{config.model_type}: the Triton kernels take head dims up to 256 in multiples of "
+                f'8, not {size}; use backend="torch" or "auto"'
             )
-        return "torch"
+        try:
+            found = resolve_backend(asked, input_device(self.model))
+        except RuntimeError as error:
+            raise UnsupportedModelError(str(error)) from error
+        return found if fits else "torch"
 
     # -- hooks ------------------------------------------------------------------------------------
 
