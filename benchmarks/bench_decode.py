@@ -10,6 +10,7 @@ from transformers.cache_utils import DynamicCache
 
 import kvevict
 from benchmarks.common import arguments, paired, text_ids, write_csv
+from kvevict.models.compiled import CompiledStep
 
 
 def cases_at(model, ids, budget):
@@ -30,11 +31,23 @@ def cases_at(model, ids, budget):
         model(ids[:, : budget + 40], cache=cache)
         return lambda: model(ids[:, :1], cache=cache)
 
+    def compiled(policy):
+        cache = kvevict.EvictionCache(model, policy)
+        model(ids[:, : budget + 40], cache=cache)
+        for _ in range(2):
+            model(ids[:, :1], cache=cache)
+        step = CompiledStep(model, cache)
+        return lambda: step(ids[:, :1])
+
+    h2o = f"h2o:heavy={budget // 2},recent={budget - budget // 2}"
+    streaming = f"streaming_llm:sinks=4,window={budget - 4}"
     return {
         "DynamicCache held": held(),
         "window": evicting(f"window:window={budget}"),
-        "streaming_llm": evicting(f"streaming_llm:sinks=4,window={budget - 4}"),
-        "h2o": evicting(f"h2o:heavy={budget // 2},recent={budget - budget // 2}"),
+        "streaming_llm": evicting(streaming),
+        "h2o": evicting(h2o),
+        "streaming_llm, compiled": compiled(streaming),
+        "h2o, compiled": compiled(h2o),
     }
 
 

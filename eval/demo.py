@@ -15,6 +15,7 @@ from tqdm import tqdm
 from kvevict import console
 from kvevict.cache import EvictionCache
 from kvevict.errors import KvevictError
+from kvevict.eval.pages import table_page
 from kvevict.eval.results import write_json
 from kvevict.eval.texts import builtin_text
 from kvevict.models.generation import kept_tokens
@@ -157,10 +158,11 @@ def demo(
     config |= {"text": str(file) if file else "pydoc_data.topics", "machine": console.machine()}
     whole = {"command": "demo", "config": config, "versions": console.versions(), "rows": rows}
     write_json(out / "demo.json", whole)
+    table_page(out / "demo.html", "kvevict demo", whole, _COLUMNS)
     if as_json:
         console.emit("demo", config, rows)
         return
     console.show(rows, _COLUMNS, title=f"{model}, {rows[0]['tokens_fed']:,} tokens, chunk {chunk}")
     for row in rows:
         typer.echo(f"\n{row['policy']} goes on:\n  {' '.join(row['continuation'].split())}")
-    typer.echo(f"\nNumbers: {out / 'demo.json'}")
+    typer.echo(f"\nNumbers: {out / 'demo.json'}   Page: {out / 'demo.html'}")
