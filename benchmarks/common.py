@@ -1,4 +1,4 @@
-"""What the CPU benchmarks share: paired timing, peak memory, and CSV files that say where from.
+"""What the CPU benchmarks share: paired timing and CSV files that say where from.
 
 Cases are interleaved round by round in one process, and the figure to read is a case's ratio to
 the base case of the same run: machines are noisy, ratios of interleaved medians much less so.
@@ -11,9 +11,6 @@ import argparse
 import csv
 import datetime
 import os
-import statistics
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,47 +19,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # before torch: spinning th
 import torch
 
 from kvevict import console
+from kvevict.eval.bench import paired
+
+__all__ = ["arguments", "paired", "text_ids", "write_csv"]
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def paired(
-    cases: dict[str, Callable[[], Any]], rounds: int, warmup: int = 1, repeat: int = 1
-) -> dict[str, dict[str, float]]:
-    """Time cases in turn.
-
-    Args:
-        cases: name to a function of no arguments; the first is the base of the ratios.
-        rounds: times that every case is measured.
-        warmup: rounds run before, not counted.
-        repeat: calls timed together in a round.
-
-    Returns:
-        For each case: medians `cpu_ms` and `wall_ms` a call, `ratio` (median of the CPU times over
-        the base case's median), and the quartiles `cpu_p25_ms` and `cpu_p75_ms`.
-    """
-    cpu: dict[str, list[float]] = {name: [] for name in cases}
-    wall: dict[str, list[float]] = {name: [] for name in cases}
-    for turn in range(warmup + rounds):
-        for name, call in cases.items():
-            began, clock = time.process_time(), time.perf_counter()
-            for _ in range(repeat):
-                call()
-            if turn >= warmup:
-                cpu[name].append((time.process_time() - began) / repeat * 1e3)
-                wall[name].append((time.perf_counter() - clock) / repeat * 1e3)
-    base = statistics.median(cpu[next(iter(cases))])
-    out = {}
-    for name in cases:
-        low, middle, high = statistics.quantiles(cpu[name], n=4)
-        out[name] = {
-            "cpu_ms": round(middle, 3),
-            "wall_ms": round(statistics.median(wall[name]), 3),
-            "ratio": round(middle / base, 4),
-            "cpu_p25_ms": round(low, 3),
-            "cpu_p75_ms": round(high, 3),
-        }
-    return out
 
 
 def write_csv(name: str, rows: list[dict[str, Any]]) -> Path:
