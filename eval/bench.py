@@ -98,7 +98,12 @@ def decode_rows(
                 pass
 
         def step(cache: Any) -> Callable[[], Any]:
-            return lambda: model(one, **{name: cache}, use_cache=True)
+            def call() -> None:
+                model(one, **{name: cache}, use_cache=True)
+                if one.is_cuda:
+                    torch.cuda.synchronize()
+
+            return call
 
         figures = paired({k: step(c) for k, c in caches.items()}, rounds, repeat=repeat)
     rows = []

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import NotPatchedError
+from kvevict.models import attention
 from kvevict.models.releases import cache_argument
 
 
@@ -71,6 +72,7 @@ class CompiledStep:
         self._fed.copy_(cache.fed(plan).expand_as(self._fed))
         self._ids.copy_(ids)
         cache.static = True
+        token = attention.forward_cache.set(cache)  # for releases that hand `update` no keywords
         try:
             logits = self._run(self._ids, self._fed, self._mask)
         except BaseException:
@@ -78,5 +80,6 @@ class CompiledStep:
             raise
         finally:
             cache.static = False
+            attention.forward_cache.reset(token)
         cache.finish()
         return logits  # type: ignore[no-any-return]
