@@ -18,50 +18,55 @@ def weight_bytes(model):
     return sum(p.nbytes for p in {p.data_ptr(): p for p in model.parameters()}.values())
 
 
+def cases_of(model, ids, context, budget):
+    """Return the step functions, and the caches that they run on."""
+    whole = DynamicCache(config=model.config)
+    shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
+    for layer in range(model.config.num_hidden_layers):  # a step costs the same on any content
+        state = torch.randn(shape, dtype=model.dtype)
+        whole.update(state, state.clone(), layer)
+    caches = {"DynamicCache, whole context": whole}
+    half = budget // 2
+    for policy in (
+        f"streaming_llm:sinks=4,window={budget - 4}",
+        f"h2o:heavy={half},recent={half}",
+    ):
+        cache = kvevict.EvictionCache(model, policy)
+        for _ in kvevict.stream(model, ids[:, -4 * budget :], cache, chunk=512):
+            pass
+        caches[policy] = cache
+
+    def step(cache):
+        def call():
+            model(ids[:, :1], cache=cache)
+            if cache is whole:
+                cache.crop(-1)
+
+        return call
+
+    cases = {name: step(cache) for name, cache in caches.items()}
+    window = ids[:, -budget:]
+    cases[f"recomputing a window of {budget}"] = lambda: model(
+        window, use_cache=False, logits_to_keep=1
+    )
+    return cases, caches
+
+
 @torch.no_grad()
 def main():
     """Run every dtype."""
     args = arguments(__doc__, context=[16_384], budgets=[1024])
     context, budget = args.context[0], args.budgets[0]
     rows = []
+    torch.set_num_threads(args.threads[0])
     for dtype in args.dtypes:
         model, tokenizer = kvevict.load(dtype=dtype)
-        torch.set_num_threads(args.threads[0])
-        ids = text_ids(tokenizer, context)
         kvevict.patch(model)
-        whole = DynamicCache(config=model.config)
-        shape = (1, model.config.num_key_value_heads, context, model.config.head_dim)
-        for layer in range(model.config.num_hidden_layers):  # a step costs the same on any content
-            state = torch.randn(shape, dtype=model.dtype)
-            whole.update(state, state.clone(), layer)
-        caches = {"DynamicCache, whole context": whole}
-        half = budget // 2
-        for policy in (
-            f"streaming_llm:sinks=4,window={budget - 4}",
-            f"h2o:heavy={half},recent={half}",
-        ):
-            cache = kvevict.EvictionCache(model, policy)
-            for _ in kvevict.stream(model, ids[:, -4 * budget :], cache, chunk=512):
-                pass
-            caches[policy] = cache
-        held = {
-            name: sum(x.keys.nbytes + x.values.nbytes for x in c.layers)
-            for name, c in caches.items()
-        }
-
-        def step(cache):
-            def call():
-                model(ids[:, :1], cache=cache)
-                if cache is whole:
-                    cache.crop(-1)
-
-            return call
-
-        cases = {name: step(c) for name, c in caches.items()}
-        window = ids[:, -budget:]
-        recompute = f"recomputing a window of {budget}"
-        cases[recompute] = lambda w=window: model(w, use_cache=False, logits_to_keep=1)
+        cases, caches = cases_of(model, text_ids(tokenizer, context), context, budget)
         weights = weight_bytes(model)
+        held = {
+            n: sum(x.keys.nbytes + x.values.nbytes for x in c.layers) for n, c in caches.items()
+        }
         read = {name: weights + count for name, count in held.items()}
         for name, figures in paired(cases, max(5, args.rounds // 2)).items():
             row = {"case": name, "context": context, "budget": budget, "dtype": dtype}

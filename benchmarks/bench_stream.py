@@ -11,38 +11,40 @@ import kvevict
 from benchmarks.common import arguments, paired, text_ids, write_csv
 
 
+def cases_of(model, ids, budget, chunk):
+    """Return functions that feed one chunk, the bare model's first."""
+    whole = DynamicCache(config=model.config)
+    model(ids[:, :budget], cache=whole)
+    piece = ids[:, :chunk]
+
+    def bare():
+        model(piece, cache=whole)
+        whole.crop(-chunk)
+
+    def streamed(policy):
+        cache = kvevict.EvictionCache(model, policy)
+        for _ in kvevict.stream(model, ids[:, : budget + 200], cache, chunk=200):
+            pass
+        return lambda: next(iter(kvevict.stream(model, piece, cache, chunk=chunk)))
+
+    half = budget // 2
+    policies = (f"streaming_llm:sinks=4,window={budget - 4}", f"h2o:heavy={half},recent={half}")
+    return {"DynamicCache held": bare} | {policy: streamed(policy) for policy in policies}
+
+
 @torch.no_grad()
 def main():
-    """Run every dtype."""
+    """Run every dtype and budget."""
     args = arguments(__doc__, budgets=[256, 1024], chunk=[64])
     chunk = args.chunk[0]
     rows = []
+    torch.set_num_threads(args.threads[0])
     for dtype in args.dtypes:
         model, tokenizer = kvevict.load(dtype=dtype)
-        torch.set_num_threads(args.threads[0])
         ids = text_ids(tokenizer, 4096)
         kvevict.patch(model)
         for budget in args.budgets:
-            whole = DynamicCache(config=model.config)
-            model(ids[:, :budget], cache=whole)
-            piece = ids[:, :chunk]
-
-            def bare(whole=whole, piece=piece):
-                model(piece, cache=whole)
-                whole.crop(-chunk)
-
-            cases = {"DynamicCache held": bare}
-            half = budget // 2
-            for policy in (
-                f"streaming_llm:sinks=4,window={budget - 4}",
-                f"h2o:heavy={half},recent={half}",
-            ):
-                cache = kvevict.EvictionCache(model, policy)
-                for _ in kvevict.stream(model, ids[:, : budget + 200], cache, chunk=200):
-                    pass
-                cases[policy] = lambda cache=cache, piece=piece: next(
-                    iter(kvevict.stream(model, piece, cache, chunk=chunk))
-                )
+            cases = cases_of(model, ids, budget, chunk)
             for name, figures in paired(cases, args.rounds).items():
                 row = {"case": name, "budget": budget, "chunk": chunk, "dtype": dtype}
                 row |= {"threads": args.threads[0], **figures}
