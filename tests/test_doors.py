@@ -14,8 +14,8 @@ ROOMS = ("kernels", "models", "eval")
 ALLOWED = {
     "core": {"core"},
     "kernels": {"kernels"},
-    "models": {"core", "kernels", "models"},
-    "eval": {"core", "kernels", "models", "eval"},
+    "models": {"core", "agent", "kernels", "models"},
+    "eval": {"core", "agent", "kernels", "models", "eval"},
     "agent": {"core", "agent"},
 }
 # The two that may look down: the command line, and the package's lazy names.
