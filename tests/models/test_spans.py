@@ -183,7 +183,7 @@ def test_a_template_that_changes_contents_is_refused() -> None:
     hiding = "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}"
     for template in (cutting, hiding):
         with pytest.raises(HistoryError, match="cannot render"):
-            render(MESSAGES[3:5], tokenizer_of(template))
+            render(MESSAGES[3:5], tokenizer_of(template), style="native")
 
 
 def test_no_template_is_refused() -> None:
