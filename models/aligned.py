@@ -1,0 +1,338 @@
+"""aligned: a cache from which whole spans leave, all of their tokens in every layer or none.
+
+Its slots lie in order of position and are the same for all heads, so a span is a range of slots in
+every layer. It scores as H2O does (column sums of the attention that it computes anyway), which is
+where the importance of a message comes from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvevict.cache import EvictionCache
+from kvevict.errors import BudgetError, CacheError, UnsupportedModelError
+from kvevict.models.releases import cache_argument
+from kvevict.plan import Plan
+from kvevict.policies import H2O
+from kvevict.ranked import RankedLayer
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A span that is stored.
+
+    Attributes:
+        ids: its tokens.
+        start: position of its first token.
+        born: tokens that the cache had been fed before it.
+    """
+
+    ids: tuple[int, ...]
+    start: int
+    born: int = 0
+
+    @property
+    def stop(self) -> int:
+        """One past the position of its last token."""
+        return self.start + len(self.ids)
+
+
+class MessageAlignedCache(EvictionCache):
+    """Keys and values of one sequence, in pieces that leave whole.
+
+    Args:
+        model: a patched model, full attention in every layer.
+        capacity: most tokens ever stored; feeding more is refused rather than cut.
+
+    Attributes:
+        pieces: what is stored, in order.
+        fed_tokens: tokens computed so far.
+
+    Raises:
+        UnsupportedModelError: a layer without full attention.
+    """
+
+    def __init__(self, model: Any, capacity: int) -> None:
+        super().__init__(model, H2O(heavy=capacity, recent=1), positions="original")
+        if not all(isinstance(x, RankedLayer) for x in self.layers):
+            raise UnsupportedModelError(
+                f"{self._config.model_type}: whole messages leave only where every layer has full "
+                "attention"
+            )
+
+    # -- what is stored ---------------------------------------------------------------------------
+
+    @property
+    def stored(self) -> int:
+        """Tokens stored."""
+        return sum(len(p.ids) for p in self.pieces)
+
+    @property
+    def ids(self) -> tuple[int, ...]:
+        """All stored tokens in order."""
+        return tuple(i for p in self.pieces for i in p.ids)
+
+    @property
+    def next_position(self) -> int:
+        """The position that the next token gets."""
+        assert isinstance(self._row_seen, int)
+        return self._row_seen
+
+    @property
+    def contiguous(self) -> bool:
+        """Whether positions have no gaps."""
+        stops = accumulate(len(p.ids) for p in self.pieces)
+        return all(p.stop == s for p, s in zip(self.pieces, stops, strict=True)) and (
+            self.next_position == self.stored
+        )
+
+    def ranges(self) -> list[slice]:
+        """Return the slots of each piece."""
+        stops = list(accumulate(len(p.ids) for p in self.pieces))
+        return [slice(s - len(p.ids), s) for p, s in zip(self.pieces, stops, strict=True)]
+
+    def mass(self) -> Tensor:
+        """Return the attention that every stored token received, float64 `[stored]`, all heads."""
+        total = torch.zeros(self.stored, dtype=torch.float64)
+        for layer in self._ranked_layers():
+            total += layer.score[0, :, : layer.length].sum(0).double().cpu()
+        return total
+
+    def exposure(self) -> Tensor:
+        """Return the queries that could read every stored token, float64 `[stored]`."""
+        born = [p.born + i for p in self.pieces for i in range(len(p.ids))]
+        return self.fed_tokens - torch.tensor(born, dtype=torch.float64)
+
+    # -- what may be done -------------------------------------------------------------------------
+
+    def append(
+        self, ids: Sequence[int], *, chunk: int = 256, logits: bool = False, extend: bool = False
+    ) -> Tensor | None:
+        """Feed a span behind all that is stored.
+
+        Args:
+            ids: its tokens.
+            chunk: tokens a forward.
+            logits: whether to return those of all its tokens.
+            extend: whether it is the rest of the last piece.
+
+        Returns:
+            float32 `[n, V]`; without `logits` the last token's alone, `[1, V]`. None for no tokens.
+
+        Raises:
+            BudgetError: more tokens than fit; nothing was fed.
+        """
+        ids = tuple(int(i) for i in ids)
+        if not ids:
+            return None
+        if self.stored + len(ids) > (self.capacity or 0):
+            raise BudgetError(
+                f"{self.stored} tokens are stored and {len(ids)} are to come, {self.capacity} fit: "
+                "evict first, or give a larger budget",
+                self.stored + len(ids),
+            )
+        model = self._of_model()
+        device = model.get_input_embeddings().weight.device
+        start, born = self.next_position, self.fed_tokens
+        outs: list[Tensor] = []
+        with torch.no_grad():
+            for part in torch.tensor(ids, device=device).split(chunk):
+                given: dict[str, Any] = {cache_argument(model): self, "use_cache": True}
+                if not logits:
+                    given["logits_to_keep"] = 1
+                out = model(input_ids=part[None], **given).logits[0].float()
+                outs = [*outs, out] if logits else [out]
+        if extend and self.pieces and self.pieces[-1].stop == start:
+            self.pieces[-1] = replace(self.pieces[-1], ids=self.pieces[-1].ids + ids)
+        else:
+            self.pieces.append(Piece(ids, start, born))
+        self.fed_tokens += len(ids)
+        return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    def drop(self, places: Sequence[int]) -> None:
+        """Let pieces go: their keys and values in every layer, nothing else changes."""
+        gone = set(places)
+        if not gone:
+            return
+        keep = torch.ones(self.stored, dtype=torch.bool)
+        for index, part in enumerate(self.ranges()):
+            if index in gone:
+                keep[part] = False
+        self._take(keep.nonzero()[:, 0])
+        self.pieces = [p for i, p in enumerate(self.pieces) if i not in gone]
+
+    def rewind(self, tokens: int) -> None:
+        """Forget all but the first `tokens` stored, and go on from the position behind them."""
+        if not 0 <= tokens <= self.stored:
+            raise CacheError(f"cannot rewind {self.stored} stored tokens to {tokens}")
+        self._take(torch.arange(tokens))
+        left, kept = tokens, []
+        for piece in self.pieces:
+            if left:
+                kept.append(replace(piece, ids=piece.ids[:left]))
+                left -= len(kept[-1].ids)
+        self.pieces = kept
+        self._go_on_at(kept[-1].stop if kept else 0)
+
+    def close_gaps(self) -> int:
+        """Turn every key to its rank, so that positions have no gaps; return the tokens turned."""
+        starts = [r.start for r in self.ranges()]
+        turned = sum(len(p.ids) for p, s in zip(self.pieces, starts, strict=True) if p.start != s)
+        if turned:
+            self._turn(torch.arange(self.stored))
+        self.pieces = [replace(p, start=s) for p, s in zip(self.pieces, starts, strict=True)]
+        self._go_on_at(self.stored)
+        return turned
+
+    def insert(self, place: int, ids: Sequence[int], *, chunk: int = 256) -> None:
+        """Compute a span in front of piece `place`, which reads only what stands before it.
+
+        What follows keeps its keys and values: it read what stood there before. Where the span is
+        longer than the gap, what follows is turned to later positions.
+        """
+        if self.stored + len(ids) > (self.capacity or 0):
+            raise BudgetError(f"{len(ids)} more tokens do not fit", self.stored + len(ids))
+        tail, end = self.pieces[place:], self.next_position
+        cut = self.ranges()[place].start if tail else self.stored
+        saved = [
+            tuple(
+                s[:, :, cut : self.stored].clone() for s in (x.keys, x.values, x.position, x.score)
+            )
+            for x in self._ranked_layers()
+        ]
+        self.rewind(cut)
+        self.append(ids, chunk=chunk)
+        first = self.stored
+        for layer, states in zip(self._ranked_layers(), saved, strict=True):
+            span = slice(first, first + states[0].shape[2])
+            for buffer, state in zip(
+                (layer.keys, layer.values, layer.position, layer.score), states, strict=True
+            ):
+                buffer[:, :, span] = state
+            layer.length = span.stop
+        shift = max(0, self.pieces[-1].stop - tail[0].start) if tail else 0
+        position = self._ranked_layers()[0].position[0, 0, : first + sum(len(p.ids) for p in tail)]
+        target = position.clone()
+        target[first:] += shift
+        self.pieces += tail
+        if shift:
+            self._turn(target)
+            self.pieces[place + 1 :] = [replace(p, start=p.start + shift) for p in tail]
+        self._go_on_at(max(end + shift, self.pieces[-1].stop))
+
+    # -- token level, for comparison: other slots in every head ------------------------------------
+
+    def keep_tokens(self, keeps: Sequence[Tensor], close_gaps: bool = False) -> None:
+        """Keep other tokens in every layer and head; the pieces are then no longer known.
+
+        Args:
+            keeps: bool `[H, stored]` a layer, equally many True in every head.
+            close_gaps: whether keys are turned to their rank among what is kept.
+
+        Raises:
+            CacheError: heads that keep different numbers of tokens.
+        """
+        for layer, keep in zip(self._ranked_layers(), keeps, strict=True):
+            counts = keep.sum(-1)
+            if int(counts.min()) != int(counts.max()):
+                raise CacheError("every head of a layer must keep equally many tokens")
+            order = keep.nonzero()[:, 1].view(keep.shape[0], -1).to(layer.keys.device)  # [H, n]
+            self._pick(layer, order)
+        if close_gaps:
+            self._turn(torch.arange(self._ranked_layers()[0].length))
+            self._go_on_at(self._ranked_layers()[0].length)
+        self.pieces = [Piece((-1,) * self._ranked_layers()[0].length, 0)]
+
+    def checkpoint(self) -> tuple[list[Piece], int, int, int]:
+        """Return where the cache stands, for `restore` after more was fed."""
+        length = self._ranked_layers()[0].length
+        return list(self.pieces), length, self.next_position, self.fed_tokens
+
+    def restore(self, point: tuple[list[Piece], int, int, int]) -> None:
+        """Forget what was fed since a checkpoint; scores keep what its queries added."""
+        self.pieces, length, position, self.fed_tokens = list(point[0]), *point[1:]
+        self._take(torch.arange(length))
+        self._go_on_at(position)
+
+    # -- inside -----------------------------------------------------------------------------------
+
+    def _of_model(self) -> Any:
+        model = self._model()
+        if model is None:
+            raise CacheError("the model of this cache is gone")
+        return model
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self.pieces: list[Piece] = []
+        self.fed_tokens = 0
+
+    def begin(self, handle: Any, rows: int, length: int, mask: Tensor | None, device: Any) -> Plan:
+        """Announce a forward of one row without pads."""
+        plan = super().begin(handle, rows, length, mask, device)
+        if rows != 1 or plan.padded:
+            raise CacheError("a message-aligned cache holds one row without pads")
+        return plan
+
+    def _ranked_layers(self) -> list[RankedLayer]:
+        return [x for x in self.layers if isinstance(x, RankedLayer)]
+
+    def _go_on_at(self, position: int) -> None:
+        self._row_seen = self._seen = position
+        for layer in self._ranked_layers():
+            layer.seen = position
+
+    def _take(self, slots: Tensor) -> None:
+        for layer in self._ranked_layers():
+            if layer.is_initialized:
+                self._pick(layer, slots.to(layer.keys.device).expand(layer.keys.shape[1], -1))
+
+    def _pick(self, layer: RankedLayer, order: Tensor) -> None:
+        """Keep a layer's slots `[H, n]` in this order."""
+        n = order.shape[1]
+        with torch.inference_mode(False):
+            for buffer in (layer.keys, layer.values):
+                index = order[None, :, :, None].expand(1, -1, -1, buffer.shape[3])
+                buffer[:, :, :n] = buffer.gather(2, index)
+            for state in (layer.position, layer.score):
+                state[:, :, :n] = state.gather(2, order[None])
+            layer.position[:, :, n:] = -1
+            layer.score[:, :, n:] = 0.0
+        layer.length, layer.free = n, None
+
+    def _turn(self, target: Tensor) -> None:
+        """Turn the stored keys to these positions `[stored]`, in one rounding each.
+
+        Raises:
+            UnsupportedModelError: a layer whose rotation was not found.
+        """
+        ropes = self._of_model()._kvevict.findings.ropes
+        turns: dict[Any, Any] = {}
+        for layer, rope in zip(self.layers, ropes, strict=True):
+            assert isinstance(layer, RankedLayer)
+            if rope is None:
+                raise UnsupportedModelError(
+                    f"{self._config.model_type}: closing gaps needs a rotary embedding that shifts"
+                )
+            old = layer.position[0, :, : layer.length]  # [H, n]
+            goal = target.to(old.device)
+            delta = goal - old
+            same = bool((delta == delta[:1]).all())
+            key = (rope.key, old.device, layer.length)
+            if same and key in turns and torch.equal(turns[key][0], delta[:1]):
+                turn = turns[key][1]
+            else:
+                turn = rope.turn(delta[:1] if same else delta, old.device)
+                turns[key] = (delta[:1], turn)
+            moved = rope.rotate(layer.keys[0, :, : layer.length], turn)
+            still = (delta == 0)[..., None]
+            layer.keys[0, :, : layer.length] = torch.where(
+                still, layer.keys[0, :, : layer.length], moved
+            )
+            layer.position[0, :, : layer.length] = goal
