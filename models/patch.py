@@ -230,14 +230,12 @@ class Patch:
         Raises:
             UnsupportedModelError: an explicit "triton" that cannot run here.
         """
-        config = self.model.config.get_text_config(decoder=True)
-        heads = config.num_attention_heads
-        size = getattr(config, "head_dim", None) or config.hidden_size // heads
-        fits = size % 8 == 0 and size <= 256
+        sizes = sorted(self.findings.head_dims)
+        fits = all(size % 8 == 0 and size <= 256 for size in sizes)
         if asked == "triton" and not fits:
             raise UnsupportedModelError(
-                f"{config.model_type}: the Triton kernels take head dims up to 256 in multiples of "
-                f'8, not {size}; use backend="torch" or "auto"'
+                f"{self.findings.model_type}: the Triton kernels take head dims up to 256 in "
+                f'multiples of 8, not {sizes}; use backend="torch" or "auto"'
             )
         try:
             found = resolve_backend(asked, input_device(self.model))

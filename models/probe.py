@@ -75,12 +75,14 @@ class Findings:
         ropes: each layer's rotation, None where none fits.
         position_limit: positions that may be fed before something about them changes.
         in_cache_problem: why positions inside the cache are not to be had, whatever the layers.
+        head_dims: of the layers that evict.
     """
 
     model_type: str
     ropes: list[Rope | None] = field(default_factory=list)
     position_limit: int | None = None
     in_cache_problem: str | None = None
+    head_dims: frozenset[int] = frozenset()
 
 
 def probe(model: Any) -> Findings:
@@ -105,6 +107,7 @@ def probe(model: Any) -> Findings:
     ]
     if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
         _check_positions(model, config)
+    findings.head_dims = frozenset(int(first.layers[i].keys.shape[-1]) for i in evicting)
     findings.position_limit, findings.in_cache_problem = _limits(config)
     ends = [len(table) for table in _tables(model)]
     if ends:
