@@ -147,6 +147,7 @@ def column_sum(
             weights[..., offset + start :].tril_()
         if mask is not None:
             piece = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
-            weights.mul_(piece[..., :end].unsqueeze(2))
+            # Not a product: an unseen key's logit may lie far above the sum, and inf * 0 is nan.
+            weights.masked_fill_(~piece[..., :end].unsqueeze(2), 0.0)
         score[:, :, :end] += weights.sum((2, 3))
     return score
