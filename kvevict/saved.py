@@ -31,10 +31,11 @@ def save(cache: Any, folder: Any) -> None:
     """Write a cache to a new folder, in one step.
 
     Raises:
-        CacheError: a poisoned cache, one with layers of transformers' own, or a folder that exists
-            and is not a saved cache.
+        CacheError: a poisoned cache or one whose scores are no numbers, one with layers of
+            transformers' own, or a folder that exists and is not a saved cache.
     """
     cache._check_usable()
+    cache._check_scores()
     if not all(isinstance(layer, EvictionLayer) for layer in cache.layers):
         raise CacheError("a cache with sliding layers of transformers cannot be saved yet")
     target = Path(folder)

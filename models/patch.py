@@ -112,7 +112,7 @@ class Patch:
             base = _base_model(model)
             self._hooks = [
                 base.register_forward_pre_hook(self._before, with_kwargs=True),
-                base.register_forward_hook(self._after, with_kwargs=True),
+                base.register_forward_hook(self._after, with_kwargs=True, always_call=True),
             ]
             self._names = list(inspect.signature(type(base).forward).parameters)[1:]
             model._kvevict = self
@@ -288,7 +288,8 @@ class Patch:
         cache = kwargs.get("cache", kwargs.get("past_key_values"))
         if isinstance(cache, EvictionCache) and not cache.static:
             attention.forward_cache.set(None)
-            cache.finish()
+            if output is not None:  # None: the forward raised
+                cache.finish()
 
     def _check_padded(self, cache: EvictionCache, mask: Tensor | None, columns: int) -> None:
         """Refuse pads that this model, or its layers of transformers' own, would not leave out."""

@@ -1,9 +1,12 @@
 """Long streams, threads, interrupts, folders that cannot be written, scores that are not finite."""
 
+import gc
 import os
 import subprocess
 import sys
 import threading
+import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvevict import CacheError, EvictionCache, patch, stream
+from kvevict.models import attention
 from kvevict.models.releases import cache_argument
 
 
@@ -105,6 +109,55 @@ def test_scores_that_are_no_numbers_raise_and_poison(model: Any, value: float, l
         cache.reset()
         model(ids, **{name: cache})
         assert torch.isfinite(cache.scores(0)).all()
+
+
+def test_scores_that_went_bad_unseen_are_found_when_read_or_saved(
+    model: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """As on a GPU, where only every 64th token is looked at."""
+    name = cache_argument(model)
+    weight = model.model.layers[0].self_attn.k_proj.weight
+    good = weight.detach().clone()
+    ids = torch.arange(3, 20)[None]
+    for use in (lambda c: c.scores(0), lambda c: c.save(tmp_path / "cache")):
+        with patch(model), torch.no_grad():
+            cache = EvictionCache(model, "h2o:heavy=4,recent=5")
+            model(ids, **{name: cache})
+            try:
+                weight.mul_(float("nan"))
+                with monkeypatch.context() as unseen:
+                    unseen.setattr("kvevict.forward.check_scores", lambda *_: None)
+                    model(ids[:, :1], **{name: cache})
+            finally:
+                weight.copy_(good)
+            with pytest.raises(CacheError, match="not finite"):
+                use(cache)
+            with pytest.raises(CacheError, match="reset"):
+                model(ids[:, :1], **{name: cache})
+    assert not (tmp_path / "cache").exists()
+
+
+def test_a_forward_that_raised_holds_no_cache_alive(model: Any) -> None:
+    name = cache_argument(model)
+    ids = torch.arange(3, 20)[None]
+
+    def fail(*_: Any) -> None:
+        raise MemoryError("out of memory")
+
+    with patch(model), torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")  # torch warns of a hook that raises while it cleans up
+        cache = EvictionCache(model, "h2o:heavy=4,recent=5")
+        model(ids, **{name: cache})
+        hook = model.model.layers[-1].register_forward_pre_hook(fail)
+        with pytest.raises(MemoryError):
+            model(ids[:, :2], **{name: cache})
+        hook.remove()
+        assert attention.forward_cache.get() is None
+        assert cache.seen == ids.shape[1]  # the failed forward was not counted
+        alive = weakref.ref(cache)
+        del cache
+        gc.collect()
+        assert alive() is None
 
 
 def test_an_interrupt_in_a_forward_leaves_the_model_usable(model: Any) -> None:
