@@ -58,6 +58,8 @@ class MessageAlignedCache(EvictionCache):
         UnsupportedModelError: a layer without full attention.
     """
 
+    pieces: list[Piece]
+
     def __init__(self, model: Any, capacity: int) -> None:
         super().__init__(model, H2O(heavy=capacity, recent=1), positions="original")
         if not all(isinstance(x, RankedLayer) for x in self.layers):
@@ -100,7 +102,7 @@ class MessageAlignedCache(EvictionCache):
     def mass(self) -> Tensor:
         """Return the attention that every stored token received, float64 `[stored]`, all heads."""
         total = torch.zeros(self.stored, dtype=torch.float64)
-        for layer in self._ranked_layers():
+        for layer in self.ranked_layers():
             total += layer.score[0, :, : layer.length].sum(0).double().cpu()
         return total
 
@@ -155,6 +157,20 @@ class MessageAlignedCache(EvictionCache):
         self.fed_tokens += len(ids)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
+    def regroup(self, parts: Sequence[Sequence[int]]) -> None:
+        """Say anew where one span ends and the next begins, of tokens without gaps.
+
+        Raises:
+            CacheError: other tokens than those stored, or gaps between them.
+        """
+        if tuple(i for p in parts for i in p) != self.ids or not self.contiguous:
+            raise CacheError("regroup() needs the stored tokens themselves, without gaps")
+        born = [p.born + i for p in self.pieces for i in range(len(p.ids))]
+        starts = list(accumulate((len(p) for p in parts), initial=0))
+        self.pieces = [
+            Piece(tuple(p), s, born[s]) for p, s in zip(parts, starts, strict=False) if len(p)
+        ]
+
     def drop(self, places: Sequence[int]) -> None:
         """Let pieces go: their keys and values in every layer, nothing else changes."""
         gone = set(places)
@@ -204,12 +220,12 @@ class MessageAlignedCache(EvictionCache):
             tuple(
                 s[:, :, cut : self.stored].clone() for s in (x.keys, x.values, x.position, x.score)
             )
-            for x in self._ranked_layers()
+            for x in self.ranked_layers()
         ]
         self.rewind(cut)
         self.append(ids, chunk=chunk)
         first = self.stored
-        for layer, states in zip(self._ranked_layers(), saved, strict=True):
+        for layer, states in zip(self.ranked_layers(), saved, strict=True):
             span = slice(first, first + states[0].shape[2])
             for buffer, state in zip(
                 (layer.keys, layer.values, layer.position, layer.score), states, strict=True
@@ -217,7 +233,7 @@ class MessageAlignedCache(EvictionCache):
                 buffer[:, :, span] = state
             layer.length = span.stop
         shift = max(0, self.pieces[-1].stop - tail[0].start) if tail else 0
-        position = self._ranked_layers()[0].position[0, 0, : first + sum(len(p.ids) for p in tail)]
+        position = self.ranked_layers()[0].position[0, 0, : first + sum(len(p.ids) for p in tail)]
         target = position.clone()
         target[first:] += shift
         self.pieces += tail
@@ -238,20 +254,20 @@ class MessageAlignedCache(EvictionCache):
         Raises:
             CacheError: heads that keep different numbers of tokens.
         """
-        for layer, keep in zip(self._ranked_layers(), keeps, strict=True):
+        for layer, keep in zip(self.ranked_layers(), keeps, strict=True):
             counts = keep.sum(-1)
             if int(counts.min()) != int(counts.max()):
                 raise CacheError("every head of a layer must keep equally many tokens")
             order = keep.nonzero()[:, 1].view(keep.shape[0], -1).to(layer.keys.device)  # [H, n]
             self._pick(layer, order)
         if close_gaps:
-            self._turn(torch.arange(self._ranked_layers()[0].length))
-            self._go_on_at(self._ranked_layers()[0].length)
-        self.pieces = [Piece((-1,) * self._ranked_layers()[0].length, 0)]
+            self._turn(torch.arange(self.ranked_layers()[0].length))
+            self._go_on_at(self.ranked_layers()[0].length)
+        self.pieces = [Piece((-1,) * self.ranked_layers()[0].length, 0)]
 
     def checkpoint(self) -> tuple[list[Piece], int, int, int]:
         """Return where the cache stands, for `restore` after more was fed."""
-        length = self._ranked_layers()[0].length
+        length = self.ranked_layers()[0].length
         return list(self.pieces), length, self.next_position, self.fed_tokens
 
     def restore(self, point: tuple[list[Piece], int, int, int]) -> None:
@@ -270,7 +286,7 @@ class MessageAlignedCache(EvictionCache):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self.pieces: list[Piece] = []
+        self.pieces = []
         self.fed_tokens = 0
 
     def begin(self, handle: Any, rows: int, length: int, mask: Tensor | None, device: Any) -> Plan:
@@ -280,16 +296,17 @@ class MessageAlignedCache(EvictionCache):
             raise CacheError("a message-aligned cache holds one row without pads")
         return plan
 
-    def _ranked_layers(self) -> list[RankedLayer]:
+    def ranked_layers(self) -> list[RankedLayer]:
+        """Return the layers."""
         return [x for x in self.layers if isinstance(x, RankedLayer)]
 
     def _go_on_at(self, position: int) -> None:
         self._row_seen = self._seen = position
-        for layer in self._ranked_layers():
+        for layer in self.ranked_layers():
             layer.seen = position
 
     def _take(self, slots: Tensor) -> None:
-        for layer in self._ranked_layers():
+        for layer in self.ranked_layers():
             if layer.is_initialized:
                 self._pick(layer, slots.to(layer.keys.device).expand(layer.keys.shape[1], -1))
 
