@@ -11,32 +11,10 @@ from typing import Any
 from kvevict.models.spans import Turn
 
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)
-_NAMES = [
-    "amber",
-    "birch",
-    "cedar",
-    "delta",
-    "ember",
-    "falcon",
-    "garnet",
-    "harbor",
-    "indigo",
-    "juniper",
-    "kestrel",
-    "lotus",
-    "maple",
-    "nectar",
-    "onyx",
-    "pepper",
-    "quartz",
-    "raven",
-    "saffron",
-    "thistle",
-    "umber",
-    "violet",
-    "walnut",
-    "zinc",
-]
+_NAMES = (
+    "amber birch cedar delta ember falcon garnet harbor indigo juniper kestrel lotus "
+    "maple nectar onyx pepper quartz raven saffron thistle umber violet walnut zinc"
+)
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,8 @@ def plant(
         seed: of names and codes.
     """
     draw = random.Random(seed)
-    names = draw.sample(_NAMES, len(_NAMES))
+    names = _NAMES.split()
+    draw.shuffle(names)
     planted = [copy.deepcopy(dict(m)) for m in messages]
     facts: list[Fact] = []
 
