@@ -22,12 +22,18 @@ class Series:
         points: (x, y) in order.
         band: (low, high) for every point, or none.
         line: whether the points are joined.
+        names: of the points, shown beside them where there is room; none: of the series alone.
+        mark: "circle", "square", "triangle" or "diamond".
+        colour: place in the list of colours; None: that of the series in its chart.
     """
 
     name: str
     points: list[tuple[float, float]]
     band: list[tuple[float, float]] = field(default_factory=list)
     line: bool = True
+    names: list[str] = field(default_factory=list)
+    mark: str = "circle"
+    colour: int | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +95,8 @@ def figures(command: str, rows: list[Row]) -> list[Figure]:
     if command == "divergence":
         found += _by_position(rows, "nll_sum", "KL to the full cache against position", "KL (nats)")
         found += _layers(rows)
+    if command == "compare":
+        found += _frontiers(rows)
     found += _budgets(command, rows)
     found += _memory(rows)
     found += _gaps(rows)
@@ -100,7 +108,9 @@ def figures(command: str, rows: list[Row]) -> list[Figure]:
 
 
 def label(row: Row) -> str:
-    """Return a row's policy in few letters."""
+    """Return a row's policy in few letters; a comparison's names are short as they are."""
+    if "realisation" in row:
+        return str(row.get("policy", ""))
     try:
         return short(str(row.get("policy", "")))
     except PolicyError:  # a policy that this installation does not know
@@ -147,6 +157,55 @@ def _budgets(command: str, rows: list[Row]) -> list[Figure]:
     title = "Quality against budget: lower and further left is better"
     axis = y.get(measure, "answer NLL (nats)")
     return [Chart("budget", title, "budget (tokens kept)", axis, series, log_x=True)]
+
+
+_LEVELS = {"token": 0, "message": 4}
+_MARKS = {"kv": "circle", "kv_reindex": "square", "text": "triangle"}
+
+
+def _frontiers(rows: list[Row]) -> list[Figure]:
+    """Return loss against cost, a point a row, and what no row beats at its kept share."""
+    costs = {
+        "recomputed_tokens": "Loss against cost: lower and further left is better",
+        "kept_share": "Loss against what is kept: lower and further left is better",
+    }
+    found: list[Figure] = []
+    for cost, title in costs.items():
+        groups: dict[tuple[str, str], list[tuple[float, float, str]]] = defaultdict(list)
+        for row in rows:
+            if row.get("nll") is None or row.get(cost) is None:
+                continue
+            share = "" if row.get("budget") is None else f" {row['budget']:.0%}"
+            kind = str(row.get("level")), str(row.get("realisation"))
+            groups[kind].append((row[cost], row["nll"], label(row) + share))
+        if sum(map(len, groups.values())) < 2:
+            continue
+        series = [
+            Series(
+                "full" if level == "none" else f"{level}, {how}",
+                [(x, y) for x, y, _ in points],
+                line=False,
+                names=[name for _, _, name in points],
+                mark=_MARKS.get(how, "diamond"),
+                colour=_LEVELS.get(level, 6),
+            )
+            for (level, how), points in groups.items()
+        ]
+        if cost == "kept_share":
+            best = _best([p for s in series for p in s.points])
+            series.append(Series("best at its share or less", best, colour=6))
+        x = "recomputed tokens" if cost == "recomputed_tokens" else "share of the tokens kept"
+        found.append(Chart(f"frontier-{cost}", title, x, "NLL (nats per token)", series))
+    return found
+
+
+def _best(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
+    """Return the points that no point with as little or less cost is better than."""
+    best: list[tuple[float, float]] = []
+    for x, y in sorted(points):
+        if not best or y < best[-1][1]:
+            best.append((x, y))
+    return best
 
 
 def _memory(rows: list[Row]) -> list[Figure]:

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
 
+from kvevict.eval.compare_page import embedded, script_source
+from kvevict.eval.compare_script import SCRIPT
+from kvevict.eval.compare_style import STYLE
 from kvevict.eval.figures import Figure, Heat, figures, label
 from kvevict.eval.page_template import TEMPLATE
 from kvevict.eval.results import write_text
@@ -53,6 +57,26 @@ _COLUMNS = (
     "departures",
     "tokens_per_second",
 )
+# A comparison has measures of its own, and an order that sets cost beside loss.
+_COMPARE = (
+    "policy",
+    "level",
+    "realisation",
+    "budget",
+    "nll",
+    "nll_delta",
+    "kl",
+    "top1_agreement",
+    "fact_nll",
+    "fact_exact",
+    "kept_tokens",
+    "kept_share",
+    "mass_kept",
+    "recomputed_tokens",
+    "prompt_cost",
+    "fits",
+    "seconds",
+)
 
 
 @dataclass(frozen=True)
@@ -82,18 +106,29 @@ class Part:
     figures: list[dict[str, Any]]
     maps: list[dict[str, Any]]
     facts: list[tuple[str, str]]
+    panes: str = ""
+    panes_title: str = ""
+    figures_first: bool = False
 
 
-def part(whole: dict[str, Any], title: str, columns: Sequence[str] = ()) -> Part:
+def part(
+    whole: dict[str, Any],
+    title: str,
+    columns: Sequence[str] = (),
+    view: dict[str, Any] | None = None,
+) -> Part:
     """Return a result as a part of a page.
 
     Args:
         whole: with `command`, `config`, `versions` and `rows`, as `--json` prints them.
         title: heading.
         columns: of the table; none: all known measures that the rows have.
+        view: of a comparison, shown as two panes.
     """
     command, rows = str(whole.get("command", "")).removeprefix("eval "), whole.get("rows", [])
     drawn = figures(command, rows)
+    compared = command == "compare"
+    columns = columns or (_COMPARE if compared else ())
     config = whole.get("config", {})
     facts = [("command", command)]
     facts += [(f"config.{k}", str(v)) for k, v in config.items()]
@@ -109,6 +144,9 @@ def part(whole: dict[str, Any], title: str, columns: Sequence[str] = ()) -> Part
         _drawn([f for f in drawn if not _is_map(f)]),
         _drawn([f for f in drawn if _is_map(f)]),
         facts,
+        embedded(view) if view else "",
+        view["title"] if view else "",
+        figures_first=compared,
     )
 
 
@@ -169,7 +207,16 @@ def write_page(path: Path, title: str, lead: str, parts: list[Part]) -> None:
         KvevictError: the folder cannot be written to.
     """
     page = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    write_text(path, page.from_string(TEMPLATE).render(title=title, lead=lead, parts=parts))
+    panes = any(p.panes for p in parts)
+    text = page.from_string(TEMPLATE).render(
+        title=title,
+        lead=lead,
+        parts=parts,
+        style=Markup(STYLE if panes else ""),
+        script=Markup(SCRIPT if panes else ""),
+        script_source=Markup(script_source()),
+    )
+    write_text(path, text)
 
 
 def _drawn(found: list[Figure]) -> list[dict[str, Any]]:

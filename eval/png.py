@@ -45,8 +45,9 @@ def write(figures: list[Figure], folder: Path, prefix: str) -> list[Path]:
 def _chart(axes: Any, figure: Chart) -> None:
     for index, series in enumerate(figure.series):
         xs, ys = zip(*series.points, strict=True)
-        style = "-o" if series.line else "o"
-        colour = COLOURS[index % len(COLOURS)]
+        mark = {"square": "s", "triangle": "^", "diamond": "D"}.get(series.mark, "o")
+        style = f"-{mark}" if series.line else mark
+        colour = COLOURS[(index if series.colour is None else series.colour) % len(COLOURS)]
         axes.plot(xs, ys, style, color=colour, label=series.name, markersize=3, linewidth=1.4)
     if figure.log_x:
         axes.set_xscale("log")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from kvevict.errors import KvevictError
 from kvevict.eval import pages, png
+from kvevict.eval.compare_page import load_view
 from kvevict.eval.figures import figures
 from kvevict.eval.results import RESULT, load_result
 
@@ -43,7 +44,14 @@ def run(folder: Path, out: Path | None = None, with_png: bool = False) -> list[P
     """
     results = {path: load_result(path) for path in find(folder)}
     page = out or folder / "report.html"
-    parts = [pages.part(whole, _title(path, folder, whole)) for path, whole in results.items()]
+    parts = [
+        pages.part(
+            whole,
+            _title(path, folder, whole),
+            view=load_view(path.parent) if whole["command"] == "compare" else None,
+        )
+        for path, whole in results.items()
+    ]
     lead = f"{len(parts)} result{'s' if len(parts) > 1 else ''} of kvevict."
     pages.write_page(page, f"kvevict: {folder.resolve().name}", lead, parts)
     written = [page]

@@ -9,7 +9,7 @@ import zlib
 
 from markupsafe import Markup, escape
 
-from kvevict.eval.figures import Chart, Figure, Heat
+from kvevict.eval.figures import Chart, Figure, Heat, Series
 
 COLOURS = ("#1f6fb4", "#d1495b", "#2e8b57", "#8a5cb8", "#c77d0a", "#3f7f93", "#7a7a7a", "#b23a9a")
 _W, _H = 680, 320
@@ -25,7 +25,8 @@ def chart(figure: Chart) -> Markup:
     """Return lines over two axes, with a legend below."""
     xs = [x for s in figure.series for x, _ in s.points]
     ys = [y for s in figure.series for _, y in s.points if math.isfinite(y)]
-    if not ys or max(len(s.points) for s in figure.series) < 2:
+    lines = [s for s in figure.series if s.line]
+    if not ys or (lines == figure.series and max(len(s.points) for s in lines) < 2):
         return Markup("")
     if figure.log_x:
         to_x = _scale(math.log(min(xs)), math.log(max(xs)), _LEFT, _W - _RIGHT)
@@ -48,25 +49,71 @@ def chart(figure: Chart) -> Markup:
         if x - last > 46:
             out.append(_text(x, _H - _BOTTOM + 16, _number(tick), "middle"))
             last = x
+    named: list[tuple[float, float, str]] = []
     for index, series in enumerate(figure.series):
-        colour = COLOURS[index % len(COLOURS)]
+        colour = _colour(series, index)
         at = [(at_x(x), to_y(y)) for x, y in series.points if math.isfinite(y)]
         if series.line and len(at) > 1:
             path = " ".join(f"{x:.1f},{y:.1f}" for x, y in at)
             out.append(
                 f'<polyline fill="none" stroke="{colour}" stroke-width="1.8" points="{path}"/>'
             )
-        if len(at) <= 40:
-            for (x, y), (px, py) in zip(at, series.points, strict=False):
-                note = escape(f"{series.name}: {_number(px)}, {py:.4g}")
-                out.append(
-                    f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{colour}">'
-                    f"<title>{note}</title></circle>"
-                )
+        if len(at) <= 40 or not series.line:
+            finite = [p for p in series.points if math.isfinite(p[1])]
+            names = series.names or [series.name] * len(at)
+            for (x, y), (px, py), name in zip(at, finite, names, strict=True):
+                known = f"{name} ({series.name})" if series.names else name
+                note = f"{known}: {_number(px)}, {py:.4g}"
+                out.append(_mark(series.mark, x, y, colour, note))
+            named += [(x, y, name) for (x, y), name in zip(at, series.names, strict=False)]
         y = _H + 14 + 18 * index
-        out.append(f'<rect x="{_LEFT}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
+        if series.line:
+            out.append(f'<rect x="{_LEFT}" y="{y - 9}" width="14" height="4" fill="{colour}"/>')
+        else:
+            out.append(_mark(series.mark, _LEFT + 7, y - 7, colour, series.name))
         out.append(_text(_LEFT + 20, y - 3, series.name, "start"))
+    out += _tags(named)
     return Markup("".join(out) + "</svg>")
+
+
+def _colour(series: Series, index: int) -> str:
+    return COLOURS[(index if series.colour is None else series.colour) % len(COLOURS)]
+
+
+def _mark(kind: str, x: float, y: float, colour: str, note: str) -> str:
+    """Return a point of a chart, with a text that shows when it is pointed at."""
+    shapes = {
+        "square": ((-3, -3), (3, -3), (3, 3), (-3, 3)),
+        "triangle": ((0, -4), (4, 3), (-4, 3)),
+        "diamond": ((0, -4.5), (4.5, 0), (0, 4.5), (-4.5, 0)),
+    }
+    inside = f'fill="{colour}"><title>{escape(note)}</title>'
+    if kind not in shapes:
+        return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" {inside}</circle>'
+    path = " ".join(f"{x + dx:.1f},{y + dy:.1f}" for dx, dy in shapes[kind])
+    return f'<polygon points="{path}" {inside}</polygon>'
+
+
+def _tags(named: list[tuple[float, float, str]]) -> list[str]:
+    """Return names beside points, the lowest points first, where they cover nothing."""
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y, _ in named]
+    out = []
+    for x, y, name in sorted(named, key=lambda n: (-n[1], n[0], n[2])):
+        wide = 5.4 * len(name)
+        for left, top in ((x + 6, y - 5), (x - 6 - wide, y - 5), (x + 3, y - 14), (x + 3, y + 5)):
+            box = left, top, left + wide, top + 10
+            inside = left > _LEFT and box[2] < _W - _RIGHT and box[3] < _H - _BOTTOM and top > 0
+            if inside and not any(_overlap(box, other) for other in taken):
+                taken.append(box)
+                out.append(
+                    f'<text class="tag" x="{left:.1f}" y="{top + 8:.1f}">{escape(name)}</text>'
+                )
+                break
+    return out
+
+
+def _overlap(a: tuple[float, ...], b: tuple[float, ...]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _frame(figure: Chart, entries: int) -> str:
