@@ -52,11 +52,10 @@ class Protocol:
 
 @dataclass
 class Found:
-    """What one turn gave: rows, wall times beside them, kept maps by row, and the messages."""
+    """What one turn gave: rows, wall times beside them, and facts about its messages."""
 
     rows: list[dict[str, Any]] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
-    maps: dict[str, np.ndarray] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
 
 
@@ -70,6 +69,7 @@ class TurnBench:
         turn: (start, stop) of the assistant's messages.
         facts: asked for after this context; none for turns before the last.
         protocol: what is measured.
+        steps: tokens of context after which the attention received is kept too.
 
     Raises:
         HistoryError: a template whose rendering of the context changes with what follows.
@@ -83,6 +83,7 @@ class TurnBench:
         turn: tuple[int, int],
         facts: Sequence[Fact],
         protocol: Protocol,
+        steps: Sequence[int] = (),
     ) -> None:
         self.model, self.tokenizer, self.protocol = model, tokenizer, protocol
         self.history: History = to_normal(list(messages[: turn[0]]), "hf")
@@ -100,7 +101,8 @@ class TurnBench:
         self.questions = [(fact, *self._question(messages[: turn[0]], fact)) for fact in facts]
         self.what = choices.measured(self.history, self.context)
         began = time.perf_counter()
-        self.full = self._prefill()
+        self.prefills: list[Prefill] = []
+        self.full = self._prefill(steps)
         self.prefill_seconds = time.perf_counter() - began
         self.mass = self.full.mass().numpy()
         scores = token_scores(self.mass, self.full.exposure().numpy(), protocol.sinks)
@@ -127,18 +129,21 @@ class TurnBench:
             start -= 1
         return found.ids[len(self.context.ids) : block.stop], block.stop - start
 
-    def _prefill(self) -> MessageAlignedCache:
+    def _prefill(self, steps: Sequence[int]) -> MessageAlignedCache:
+        """Read the context, and note the attention received at every step and at the end."""
         ids, chunk = self.context.ids, self.protocol.chunk
         longest = max([len(self.target), *(len(q[1]) for q in self.questions)])
         cache = MessageAlignedCache(self.model, len(ids) + longest + 256)
-        cut = max(0, len(ids) - _WINDOW)
-        cache.append(ids[:cut], chunk=chunk)
-        before = [x.score[0, :, :cut].clone() for x in cache.ranked_layers()] if cut else []
-        cache.append(ids[cut:], chunk=chunk)
-        self.sums = [x.score[0, :, : len(ids)].clone() for x in cache.ranked_layers()]
-        self.window = [s.clone() for s in self.sums]
-        for now, old in zip(self.window, before, strict=False):
-            now[:, :cut] -= old
+        for step in sorted({*(s for s in steps if s < len(ids)), len(ids)}):
+            cut = max(cache.stored, step - _WINDOW)
+            cache.append(ids[cache.stored : cut], chunk=chunk, extend=True)
+            before = [x.score[0, :, :cut].clone() for x in cache.ranked_layers()] if cut else []
+            cache.append(ids[cut:step], chunk=chunk, extend=True)
+            sums = [x.score[0, :, :step].clone() for x in cache.ranked_layers()]
+            window = [s.clone() for s in sums]
+            for now, old in zip(window, before, strict=False):
+                now[:, :cut] -= old
+            self.prefills.append(Prefill(sums, window, step))
         cache.regroup(self.parts)
         return cache
 
@@ -147,7 +152,8 @@ class TurnBench:
     def score(self, cache: MessageAlignedCache, asking: bool = True) -> dict[str, Any]:
         """Return the loss of the turn and of the facts after a cache, which is as before then."""
         point = cache.checkpoint()
-        logits = cache.append(self.target, chunk=self.protocol.chunk, logits=True)
+        with cache.unscored():
+            logits = cache.append(self.target, chunk=self.protocol.chunk, logits=True)
         assert logits is not None
         cache.restore(point)
         logits = logits[self.scored - 1 : -1]
@@ -169,7 +175,8 @@ class TurnBench:
         self, cache: MessageAlignedCache, fact: Fact, ids: tuple[int, ...], code: int
     ) -> dict[str, Any]:
         point = cache.checkpoint()
-        logits = cache.append(ids, chunk=self.protocol.chunk, logits=True)
+        with cache.unscored():
+            logits = cache.append(ids, chunk=self.protocol.chunk, logits=True)
         assert logits is not None
         cache.restore(point)
         logits, goal = logits[-code - 1 : -1], torch.tensor(ids[-code:])
@@ -211,10 +218,10 @@ class TurnBench:
         return scored
 
     def _token_rows(self, found: Found, share: float, budget: int) -> None:
-        full = Prefill(self.sums, self.window, len(self.context.ids))
+        full = self.prefills[-1]
         for name, choose in TOKEN_POLICIES.items():
             keeps, setting = _chosen(choose, full, budget, self.protocol.seed)
-            mass = sum(float((s * k).sum()) for s, k in zip(self.sums, keeps, strict=True))
+            mass = sum(float((s * k).sum()) for s, k in zip(full.sums, keeps, strict=True))
             for how in ("kv", "kv_reindex"):
                 began = time.perf_counter()
                 cache = copy.deepcopy(self.full)
@@ -222,8 +229,6 @@ class TurnBench:
                 row = {"policy": name, "level": "token", "realisation": how, "budget": share}
                 row |= {"budget_tokens": budget, "setting": setting}
                 self._add(found, row, cache, mass / self.mass.sum(), began)
-            stacked = torch.stack([k.cpu() for k in keeps]).numpy()
-            found.maps[f"{name}@{share}"] = np.packbits(stacked, axis=-1)
 
     def _message_rows(self, found: Found, share: float, budget: int, oracle: np.ndarray) -> None:
         known: dict[Any, tuple[dict[str, Any], dict[str, Any], float]] = {}
@@ -242,7 +247,8 @@ class TurnBench:
                     self._add(found, row | cost, self.full, mass, began, scored)
                     continue
                 cache = copy.deepcopy(self.full)
-                done = realise(cache, parts, how, chunk=self.protocol.chunk)
+                with cache.unscored():
+                    done = realise(cache, parts, how, chunk=self.protocol.chunk)
                 kept = self._stay(parts)
                 mass = float(self.mass[kept].sum() / self.mass.sum())
                 cost = {"kept_tokens": cache.stored, "recomputed_tokens": done.recomputed}
@@ -307,7 +313,6 @@ class TurnBench:
         return {
             "groups": len(free),
             "correlation": {k: rank_correlation(v[free], delta) for k, v in tried.items()},
-            "prefill_seconds": self.prefill_seconds,
             "floor_tokens": self.what.floor,
             "context_tokens": self.what.total,
             "straddling": self.context.straddling,

@@ -7,7 +7,8 @@ where the importance of a message comes from.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any
@@ -19,7 +20,7 @@ from kvevict.cache import EvictionCache
 from kvevict.errors import BudgetError, CacheError, UnsupportedModelError
 from kvevict.models.releases import cache_argument
 from kvevict.plan import Plan
-from kvevict.policies import H2O
+from kvevict.policies import H2O, Random
 from kvevict.ranked import RankedLayer
 
 
@@ -156,6 +157,22 @@ class MessageAlignedCache(EvictionCache):
             self.pieces.append(Piece(ids, start, born))
         self.fed_tokens += len(ids)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
+
+    @contextmanager
+    def unscored(self) -> Iterator[None]:
+        """Feed without scoring, which is about half of a long context's attention.
+
+        What is stored gets no more attention mass and what is fed has none.
+        """
+        layers = self.ranked_layers()
+        policy = layers[0].policy
+        try:
+            for layer in layers:
+                layer.policy = Random(self.capacity or 1)  # of this capacity too, and reads none
+            yield
+        finally:
+            for layer in layers:
+                layer.policy = policy
 
     def regroup(self, parts: Sequence[Sequence[int]]) -> None:
         """Say anew where one span ends and the next begins, of tokens without gaps.

@@ -53,7 +53,7 @@ def test_any_feeding_of_streaming_llm_equals_the_oracle(
     make_tiny: Any, oracle: Any, feed: Any, difference: Any, kept: Any, seed: int, monkeypatch: Any
 ) -> None:
     case, model = scenario(seed), make_tiny(seed % 4, num_hidden_layers=2)
-    monkeypatch.setattr("kvevict.cache._REBASE_AT", case["rebase"])
+    monkeypatch.setattr("kvevict.forward._REBASE_AT", case["rebase"])
     policy = StreamingLLM(case["sinks"], case["recent"])
     positions = "in_cache" if case["in_cache"] else "original"
     with patch(model):

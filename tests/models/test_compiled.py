@@ -71,7 +71,7 @@ def test_a_static_step_equals_the_ordinary_one(policy, rows):
 
 
 def test_a_static_step_survives_rebases(monkeypatch):
-    monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+    monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
     check("streaming_llm:sinks=4,window=12", steps=60)
 
 

@@ -119,7 +119,7 @@ def test_evict_every_shares_and_stream_offsets_are_saved(
 def test_a_rebased_cache_continues_bit_by_bit(
     toy: Any, draw: Any, feed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+    monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
     with patch(toy):
         cache = EvictionCache(toy, StreamingLLM(3, 9))
         feed(toy, cache, draw(100))

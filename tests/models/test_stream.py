@@ -171,7 +171,7 @@ def test_a_rebase_keeps_positions_bounded_and_the_result(
     ids, policy = draw(400), StreamingLLM(3, 9)
     with patch(toy):
         exact = nlls(kvevict.stream(toy, ids, EvictionCache(toy, policy), chunk=chunk))[1:]
-        monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+        monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
         fed: list[int] = []
         hook = positions_fed(toy, fed)
         again = nlls(kvevict.stream(toy, ids, EvictionCache(toy, policy), chunk=chunk))[1:]
@@ -188,7 +188,7 @@ def test_a_rebase_that_forgets_the_stored_keys_would_show(
     ids, policy = draw(200), StreamingLLM(3, 9)
     with patch(toy):
         exact = nlls(kvevict.stream(toy, ids, EvictionCache(toy, policy), chunk=5))[1:]
-        monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+        monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
         monkeypatch.setattr(RingLayer, "rebase", lambda self, by: None)
         broken = nlls(kvevict.stream(toy, ids, EvictionCache(toy, policy), chunk=5))[1:]
     assert (broken - exact).abs().max() > 0.1
@@ -197,7 +197,7 @@ def test_a_rebase_that_forgets_the_stored_keys_would_show(
 def test_padded_rows_rebase_as_alone(
     toy: Any, draw: Any, feed: Any, difference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+    monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
     ids = torch.tensor([draw(150, seed=1), [0] * 40 + draw(110, seed=2)])
     mask = (ids != 0).long()
     with patch(toy):
@@ -214,7 +214,7 @@ def test_a_row_that_wakes_up_after_a_rebase_is_exact(
     toy: Any, draw: Any, feed: Any, difference: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Its head arrives when the positions fed were already moved back.
-    monkeypatch.setattr("kvevict.cache._REBASE_AT", 30)
+    monkeypatch.setattr("kvevict.forward._REBASE_AT", 30)
     ids = torch.tensor([draw(150, seed=1), [0] * 60 + draw(90, seed=2)])
     mask = (ids != 0).long()
     with patch(toy):
