@@ -148,6 +148,7 @@ class Pane {
     let at = 0, message = 0, last = performance.now();
     const add = async (index, start, stop) => {
       const block = this.block(index);
+      block.start = start;
       for (let i = start; i < stop; i++) {
         const span = el("span", {class: "t"}, view.tokens[i]);
         span.token = i;
@@ -202,8 +203,10 @@ class Pane {
     }
     this.counts = drawn.counts;
     this.summary.textContent = drawn.summary;
-    this.list.className = `scroll ${this.as.value} ${kind}s`;
+    const shape = `scroll ${this.as.value} ${kind}s`, changed = this.list.className !== shape;
+    this.list.className = shape;
     for (const block of this.blocks) this.mark(block, drawn);
+    if (changed) this.scrollTo(this.shared.picked);
     if (await this.colour(drawn.codes, serial)) this.took = performance.now() - began;
   }
   tokens(row, bits, step) {
@@ -254,13 +257,13 @@ class Pane {
   }
   mark(block, {counts, chosen, states, step}) {
     const {view} = this, index = block.message;
-    if (index < 0) return;
-    block.hidden = index >= view.steps[step].messages;
-    if (block.hidden) return;
+    const {tokens, messages} = view.steps[step];
+    block.hidden = index < 0 ? block.start >= tokens : index >= messages;
+    if (block.hidden || index < 0) return;
     let label = states ? states[index] : "";
     if (counts) {
       let kept = 0;
-      const first = block.body.firstChild?.token ?? 0, size = block.body.childNodes.length;
+      const first = block.start, size = block.body.childNodes.length;
       for (let i = first; i < first + size && i < counts.length; i++) kept += counts[i];
       const share = size ? kept / chosen / size : 0;
       label = size ? `${percent(share)} kept` : "no token";
@@ -295,12 +298,13 @@ class Pane {
   scrollTo(index) {
     const block = this.blocks.find((b) => b.message === index);
     if (!block || block.hidden) return;
-    const move = () => {
+    let frames = 4;
+    const move = () => {  // blocks out of sight have guessed heights: look again once laid out
       const gap = block.getBoundingClientRect().top - this.list.getBoundingClientRect().top;
       this.list.scrollTop += gap - 8;
+      if (frames-- > 0) requestAnimationFrame(move);
     };
-    move();  // blocks out of sight have guessed heights: look again when they were laid out
-    requestAnimationFrame(() => { move(); requestAnimationFrame(move); });
+    move();
   }
   labelOf(index) { return this.blocks.find((b) => b.message === index)?.label.textContent; }
 }

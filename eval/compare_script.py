@@ -49,7 +49,7 @@ class Panes {
   async open() {
     this.told();
     this.link.textContent = "Making the page ...";
-    await Promise.all(this.panes.map((pane) => pane.build()));
+    this.built = Promise.all(this.panes.map((pane) => pane.build()));
     await this.redraw(this.panes);
   }
   redraw(panes) {
@@ -57,6 +57,7 @@ class Panes {
     return this.idle;
   }
   async drawn(panes) {
+    await this.built;
     const began = performance.now();
     this.told();
     try {

@@ -65,7 +65,8 @@ STYLE = """
  box-shadow: inset 0 -2px rgb(var(--head)); }
 .panes .s-recent { background: rgb(var(--recent) / var(--o)); text-decoration: underline dotted
  rgb(var(--recent)) 2px; text-underline-offset: 2px; }
-.panes .t.s-heavy, .panes .t.s-kept { background: rgb(var(--heavy) / var(--o)); }
+.panes .t.s-heavy { background: rgb(var(--heavy) / var(--o)); }
+.panes .t.s-kept { background: rgb(var(--heavy) / .25); }
 .panes .t.s-masked { background: rgb(var(--mask) / .3); text-decoration: underline dashed
  rgb(var(--mask)) 2px; text-underline-offset: 2px; }
 .panes .t.s-summarised { background: rgb(var(--sum) / .3); text-decoration: underline double

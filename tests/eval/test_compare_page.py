@@ -307,12 +307,12 @@ def summaries(browser: Browser) -> list[str]:
     """Return what both panes say, after all drawing is done."""
     browser.js("kvevictPanes[0].idle.then(() => 0)")
     frame = "new Promise((done) => requestAnimationFrame(() => setTimeout(() => done(0), 0)))"
-    for _ in range(3):  # scrolling takes two
+    for _ in range(5):  # scrolling looks again for four
         browser.js(frame)
     return each(browser, ".summary", "e.textContent")  # type: ignore[no-any-return]
 
 
-def choose(browser: Browser, name: str, value: int) -> list[str]:
+def choose(browser: Browser, name: str, value: int | str) -> list[str]:
     """Set a selector or the slider by its label."""
     change = f"(e.value = {value}, e.dispatchEvent(new Event(`input`, {{bubbles: true}})))"
     change += " && e.dispatchEvent(new Event(`change`))"
@@ -373,6 +373,8 @@ def test_a_message_is_found_in_the_other_pane(browser: Browser, tmp_path: Path) 
     assert each(browser, ".picked", "e.message") == [3, 3]
     top = "e.getBoundingClientRect().top - e.parentNode.getBoundingClientRect().top"
     assert abs(each(browser, ".pane:first-child .picked", top)[0] - 8) < 20
+    choose(browser, "Left: Show", "`cards`")  # stays in sight
+    assert abs(each(browser, ".pane:first-child .picked", top)[0] - 8) < 300
     (link,) = each(browser, ".link", "e.textContent")
     assert link.startswith("4. tool (text), 1,000 tokens | left, h2o, 50%: ")
     assert link.endswith("right, mask, 50%: hidden")
@@ -391,5 +393,6 @@ def test_a_long_history_redraws_in_a_blink(browser: Browser, tmp_path: Path) -> 
         spent.append(browser.js("[kvevictPanes[0].redrawMs, kvevictPanes[0].paintMs]"))
     print("redraw, with paint (ms):", [[round(x, 1) for x in s] for s in spent])
     assert browser.js("kvevictPanes[0].redraws") >= 8
+    assert browser.js("kvevictPanes[0].error") is None
     assert min(s[1] for s in spent[1:]) < 300
     assert browser.complaints() == []
