@@ -193,7 +193,7 @@ def _frontiers(rows: list[Row]) -> list[Figure]:
         ]
         if cost == "kept_share":
             best = _best([p for s in series for p in s.points])
-            series.append(Series("best at its share or less", best, colour=6))
+            series.insert(0, Series("best at its share or less", best, colour=6))  # under them
         x = "recomputed tokens" if cost == "recomputed_tokens" else "share of the tokens kept"
         found.append(Chart(f"frontier-{cost}", title, x, "NLL (nats per token)", series))
     return found

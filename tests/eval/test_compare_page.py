@@ -185,7 +185,7 @@ def test_the_frontier_has_a_named_point_for_every_row() -> None:
         ("token, kv", ["h2o 50%"], [(0, 2.5)], "circle"),
         ("message, text", ["mask 50%"], [(900, 2.5)], "triangle"),
     ]
-    assert share.series[-1].points == [(0.5, 2.5), (1.0, 2.0)]  # type: ignore[union-attr]
+    assert share.series[0].points == [(0.5, 2.5), (1.0, 2.0)]  # type: ignore[union-attr]
 
 
 def test_the_table_shows_the_measures_of_a_comparison(tmp_path: Path) -> None:
