@@ -104,7 +104,12 @@ def policies_at(
 
 
 def short(policy: str) -> str:
-    """Return a policy's string without settings that have their default value, for tables."""
+    """Return a policy's string without settings that have their default value, for tables.
+
+    A name without settings stays as it is, be it a token policy's or not.
+    """
+    if ":" not in policy:
+        return policy
     name, settings = split_policy(policy)
     plain = parse(name)
     sizes = (*_SCALED, "budget", "sinks")

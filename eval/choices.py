@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -102,8 +102,48 @@ class Measured:
 def measured(history: History, rendered: Rendered) -> Measured:
     """Return a history with the sizes that its rendering gave."""
     sizes = np.array([s.size for s in rendered.spans], dtype=np.int64)
-    roots = frozenset(anchors(history, first_user=True, last_group=True))
-    return Measured(history, sizes, roots)
+    return Measured(history, sizes, roots(history))
+
+
+def roots(history: History) -> frozenset[int]:
+    """Return what always stays: system, first and last user message, the last group."""
+    return frozenset(anchors(history, first_user=True, last_group=True))
+
+
+def all_choices(
+    what: Measured,
+    budget: int,
+    scores: Mapping[str, np.ndarray],
+    seed: int,
+    tokenizer: object,
+    render: Render,
+) -> Iterator[tuple[str, Choice]]:
+    """Choose by every message-level policy at one budget.
+
+    Args:
+        what: the history.
+        budget: rendered tokens.
+        scores: `[messages]` by policy name, for those that are ranked by importance.
+        seed: of random draws.
+        tokenizer: counts what systems write themselves.
+        render: renders an edited history.
+    """
+    for name in SLOTS:
+        yield name, by_slots(name, what, budget, scores.get(name), seed)
+    for name in FAMILIES:
+        yield name, by_system(name, what, budget, tokenizer, render)
+    yield "roots_only", roots_only(what)
+
+
+def states(before: History, after: History) -> list[str]:
+    """Return what became of every message: kept, masked, summarised or hidden."""
+    found = ["hidden"] * len(before)
+    inserted = any(m.index < 0 for m in after.messages)
+    for message in after.messages:
+        if 0 <= message.index < len(before):
+            same = message.blocks == before.messages[message.index].blocks
+            found[message.index] = "kept" if same else "masked"
+    return ["summarised" if s == "hidden" and inserted else s for s in found]
 
 
 def by_slots(
@@ -208,8 +248,3 @@ class _Sized:
 
 def _key(message: Message) -> tuple[object, ...]:
     return (message.role, *((b.kind, b.text, b.tool, b.call_id) for b in message.blocks))
-
-
-def without(what: Measured, group: int) -> History:
-    """Return the history without one group, for the leave-one-out oracle."""
-    return replace(drop_groups(what.history, [group]))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,7 +25,6 @@ from kvevict.models.message_scores import message_scores, token_scores
 from kvevict.models.realise import realise
 from kvevict.models.spans import Rendered, Turn, render
 
-SYSTEMS = tuple(choices.FAMILIES)
 _WINDOW = 32  # last queries that vote, for the window-scored policy
 
 
@@ -111,6 +110,7 @@ class TurnBench:
             a: message_scores(scores, spans, a) for a in ("sum", "density", "topk")
         }
         self.reference: Tensor | None = None
+        self._known: dict[Any, tuple[dict[str, Any], dict[str, Any], float]] = {}
 
     def render(self, history: History) -> Rendered:
         """Render an edited history as the context was."""
@@ -153,11 +153,11 @@ class TurnBench:
         """Return the loss of the turn and of the facts after a cache, which is as before then."""
         point = cache.checkpoint()
         with cache.unscored():
-            logits = cache.append(self.target, chunk=self.protocol.chunk, logits=True)
+            goal = torch.tensor(self.target[self.scored :])
+            logits = cache.append(self.target, chunk=self.protocol.chunk, logits=len(goal) + 1)
         assert logits is not None
         cache.restore(point)
-        logits = logits[self.scored - 1 : -1]
-        goal = torch.tensor(self.target[self.scored :])
+        logits = logits[:-1]
         nll = cross_entropy(logits, goal)
         if self.reference is None:
             self.reference = logits
@@ -176,10 +176,10 @@ class TurnBench:
     ) -> dict[str, Any]:
         point = cache.checkpoint()
         with cache.unscored():
-            logits = cache.append(ids, chunk=self.protocol.chunk, logits=True)
+            logits = cache.append(ids, chunk=self.protocol.chunk, logits=code + 1)
         assert logits is not None
         cache.restore(point)
-        logits, goal = logits[-code - 1 : -1], torch.tensor(ids[-code:])
+        logits, goal = logits[:-1], torch.tensor(ids[-code:])
         right = bool((logits.argmax(-1).cpu() == goal).all())
         nll = float(cross_entropy(logits, goal).mean())
         return {"carrier": fact.carrier, "depth": fact.depth, "nll": nll, "exact": right}
@@ -231,8 +231,13 @@ class TurnBench:
                 self._add(found, row, cache, mass / self.mass.sum(), began)
 
     def _message_rows(self, found: Found, share: float, budget: int, oracle: np.ndarray) -> None:
-        known: dict[Any, tuple[dict[str, Any], dict[str, Any], float]] = {}
-        for name, choice in self._choices(budget, oracle):
+        scores = {
+            "message_sum": self.message_scores["sum"],
+            "message_density": self.message_scores["sum"],
+            "oracle": oracle,
+        }
+        given = (scores, self.protocol.seed, self.tokenizer, self.render)
+        for name, choice in choices.all_choices(self.what, budget, *given):
             rendered = self.render(choice.history)
             parts = rendered.parts()
             for how in self.protocol.realisations:
@@ -240,10 +245,10 @@ class TurnBench:
                 row = {"policy": name, "level": "message", "realisation": how, "budget": share}
                 row |= {"budget_tokens": budget, "setting": choice.setting}
                 row["fits"] = len(rendered.ids) <= budget
-                row["states"] = _states(self.history, choice.history)
+                row["states"] = choices.states(self.history, choice.history)
                 key = (how, tuple(parts))
-                if key in known:  # the same request by another name
-                    cost, scored, mass = known[key]
+                if key in self._known:  # the same request by another name or budget
+                    cost, scored, mass = self._known[key]
                     self._add(found, row | cost, self.full, mass, began, scored)
                     continue
                 cache = copy.deepcopy(self.full)
@@ -252,21 +257,19 @@ class TurnBench:
                 kept = self._stay(parts)
                 mass = float(self.mass[kept].sum() / self.mass.sum())
                 cost = {"kept_tokens": cache.stored, "recomputed_tokens": done.recomputed}
+                cost["mass_bound"] = self.mass_bound(int(kept.sum()))
                 scored = self._add(found, row | cost, cache, mass, began)
-                known[key] = (cost, scored, mass)
+                self._known[key] = (cost, scored, mass)
 
-    def _choices(self, budget: int, oracle: np.ndarray) -> Iterator[tuple[str, choices.Choice]]:
-        scores = {
-            "message_sum": self.message_scores["sum"],
-            "message_density": self.message_scores["sum"],
-            "oracle": oracle,
-        }
-        seed = self.protocol.seed
-        for name in choices.SLOTS:
-            yield name, choices.by_slots(name, self.what, budget, scores.get(name), seed)
-        for name in SYSTEMS:
-            yield name, choices.by_system(name, self.what, budget, self.tokenizer, self.render)
-        yield "roots_only", choices.roots_only(self.what)
+    def mass_bound(self, tokens: int) -> float:
+        """Return the most attention mass that so many tokens could hold, roots among them (P3)."""
+        root = np.zeros(len(self.mass), dtype=bool)
+        for message in self.what.roots:
+            span = self.context.spans[message]
+            root[span.start : span.stop] = True
+        rest = np.sort(self.mass[~root])[::-1]
+        most = self.mass[root].sum() + rest[: max(0, tokens - int(root.sum()))].sum()
+        return float(most / self.mass.sum())
 
     def _stay(self, parts: Sequence[tuple[int, ...]]) -> np.ndarray:
         """Return bool `[tokens]`: whether a token's message is still there as it was."""
@@ -333,14 +336,3 @@ def rank_correlation(a: np.ndarray, b: np.ndarray) -> float | None:
 
 def _chosen(choose: Choose, full: Prefill, budget: int, seed: int) -> tuple[list[Tensor], str]:
     return choose(full, min(budget, full.tokens), seed)
-
-
-def _states(before: History, after: History) -> list[str]:
-    """Return what became of every message: kept, masked, summarised or hidden."""
-    found = ["hidden"] * len(before)
-    inserted = any(m.index < 0 for m in after.messages)
-    for message in after.messages:
-        if 0 <= message.index < len(before):
-            same = message.blocks == before.messages[message.index].blocks
-            found[message.index] = "kept" if same else "masked"
-    return ["summarised" if s == "hidden" and inserted else s for s in found]

@@ -52,6 +52,7 @@ class Session:
         out: results folder, or None.
         resume: whether a stopped run may be finished.
         as_json: whether stdout gets JSON.
+        room: what stands before the command's name.
     """
 
     command: str
@@ -59,6 +60,7 @@ class Session:
     out: Path | None
     resume: bool
     as_json: bool
+    room: str = "eval "
 
     def run(
         self,
@@ -106,7 +108,7 @@ class Session:
             {k: v for k, v in {**o.row, **o.timing}.items() if k not in _BULKY} for o in outcomes
         ]
         if self.as_json:
-            console.emit(f"eval {self.command}", self.config, rows)
+            console.emit(f"{self.room}{self.command}", self.config, rows)
             return
         for kind in dict.fromkeys(row.get("kind", self.command) for row in rows):
             part = [row for row in rows if row.get("kind", self.command) == kind]

@@ -115,18 +115,18 @@ class MessageAlignedCache(EvictionCache):
     # -- what may be done -------------------------------------------------------------------------
 
     def append(
-        self, ids: Sequence[int], *, chunk: int = 256, logits: bool = False, extend: bool = False
+        self, ids: Sequence[int], *, chunk: int = 256, logits: int = 1, extend: bool = False
     ) -> Tensor | None:
         """Feed a span behind all that is stored.
 
         Args:
             ids: its tokens.
             chunk: tokens a forward.
-            logits: whether to return those of all its tokens.
+            logits: of how many of its last tokens to return; those of others are not computed.
             extend: whether it is the rest of the last piece.
 
         Returns:
-            float32 `[n, V]`; without `logits` the last token's alone, `[1, V]`. None for no tokens.
+            float32 `[logits, V]`; None for no tokens.
 
         Raises:
             BudgetError: more tokens than fit; nothing was fed.
@@ -144,13 +144,15 @@ class MessageAlignedCache(EvictionCache):
         device = model.get_input_embeddings().weight.device
         start, born = self.next_position, self.fed_tokens
         outs: list[Tensor] = []
+        left = len(ids)
         with torch.no_grad():
             for part in torch.tensor(ids, device=device).split(chunk):
+                left -= len(part)
+                wanted = max(logits - left, 0)  # of this chunk
                 given: dict[str, Any] = {cache_argument(model): self, "use_cache": True}
-                if not logits:
-                    given["logits_to_keep"] = 1
+                given["logits_to_keep"] = max(min(wanted, len(part)), 1)  # 0 would be all
                 out = model(input_ids=part[None], **given).logits[0].float()
-                outs = [*outs, out] if logits else [out]
+                outs += [out] if wanted else []
         if extend and self.pieces and self.pieces[-1].stop == start:
             self.pieces[-1] = replace(self.pieces[-1], ids=self.pieces[-1].ids + ids)
         else:

@@ -51,7 +51,7 @@ def test_gathering_everything_changes_no_bit(toy: Any, draw: Any) -> None:
         other = copy.deepcopy(cache)
         other.drop([])
         other.keep_tokens([torch.ones(2, other.stored, dtype=torch.bool)] * 3, close_gaps=True)
-        a, b = cache.append(NEXT, logits=True), other.append(NEXT, logits=True)
+        a, b = cache.append(NEXT, logits=len(NEXT)), other.append(NEXT, logits=len(NEXT))
         assert torch.equal(a, b)
         own = DynamicCache(config=toy.config)
         with torch.no_grad():
@@ -67,7 +67,7 @@ def test_dropped_spans_are_what_a_mask_would_hide(toy: Any, draw: Any) -> None:
     with patch(toy):
         cache = filled(toy, parts)
         cache.drop([1, 3])
-        ours = cache.append(NEXT, logits=True)
+        ours = cache.append(NEXT, logits=len(NEXT))
         n, m = len(ids), len(NEXT)
     hidden = [5 <= i < 14 or 15 <= i < 29 for i in range(n)]
     mask = torch.ones(n + m, n + m).tril().bool()
@@ -92,7 +92,7 @@ def test_a_suffix_leaves_as_if_it_had_never_been_read(
         ours.rewind(ours.stored)
         realise(text, parts[:kept], "text")
         never = filled(toy, parts[:kept])
-        found = [c.append(NEXT, logits=True) for c in (ours, text, never)]
+        found = [c.append(NEXT, logits=len(NEXT)) for c in (ours, text, never)]
     assert torch.equal(found[0], found[1])
     assert torch.equal(found[0], found[2])
 
@@ -103,7 +103,7 @@ def test_a_middle_gap_is_not_exact(toy: Any, draw: Any) -> None:
         ours, text = filled(toy, parts), filled(toy, parts)
         realise(ours, parts[:2] + parts[4:], "kv")
         realise(text, parts[:2] + parts[4:], "text")
-        a, b = ours.append(NEXT, logits=True), text.append(NEXT, logits=True)
+        a, b = ours.append(NEXT, logits=len(NEXT)), text.append(NEXT, logits=len(NEXT))
     assert float((a - b).abs().max()) > 1e-2
 
 
@@ -175,7 +175,7 @@ def test_reindexed_keys_are_those_of_the_new_positions(toy: Any, draw: Any) -> N
         kv, closed = filled(toy, parts), filled(toy, parts)
         realise(kv, parts[1:], "kv")
         realise(closed, parts[1:], "kv_reindex")
-        a, b = kv.append(NEXT, logits=True), closed.append(NEXT, logits=True)
+        a, b = kv.append(NEXT, logits=len(NEXT)), closed.append(NEXT, logits=len(NEXT))
     # rotary positions are relative, so a gap at the very front is no gap
     assert torch.allclose(a, b, atol=1e-4)
     assert closed.contiguous
@@ -232,5 +232,5 @@ def test_a_rewound_cache_goes_on_as_a_fresh_one(toy: Any, draw: Any) -> None:
         assert cache.next_position == 10
         assert [len(p.ids) for p in cache.pieces] == [5, 5]
         fresh = filled(toy, [parts[0], parts[1][:5]])
-        a, b = cache.append(NEXT, logits=True), fresh.append(NEXT, logits=True)
+        a, b = cache.append(NEXT, logits=len(NEXT)), fresh.append(NEXT, logits=len(NEXT))
     assert torch.allclose(a, b, atol=2e-5)  # other chunk borders
