@@ -9,10 +9,10 @@ import numpy as np
 
 from kvevict.agent.choosing import anchors
 from kvevict.agent.edit import drop_groups
-from kvevict.agent.history import History, Message
+from kvevict.agent.history import History
 from kvevict.agent.manager import HistoryManager
-from kvevict.agent.tokens import TokenizerCounter
 from kvevict.errors import KvevictError
+from kvevict.models.counters import SpanCounter
 from kvevict.models.spans import Rendered
 from kvevict.policies import H2O, Random, Window
 from kvevict.policy import Policy
@@ -215,7 +215,8 @@ def by_system(name: str, what: Measured, budget: int, tokenizer: object, render:
 
 
 def _attempts(name: str, what: Measured, tokenizer: object) -> Iterator[tuple[str, History]]:
-    counter = _Sized(TokenizerCounter(tokenizer), what)
+    counter = SpanCounter(tokenizer)
+    counter.learn(what.history.messages, what.sizes)
     for setting in FAMILIES[name]:
         window = 50_000 if name in FORCED else 4 * what.total
         manager = HistoryManager(setting, what.history.format, window, 1_000, counter, "extractive")
@@ -225,26 +226,3 @@ def _attempts(name: str, what: Measured, tokenizer: object) -> Iterator[tuple[st
             yield setting, manager.prepare(what.history).messages
         except KvevictError:
             continue
-
-
-class _Sized:
-    """A counter that knows the rendered sizes of the messages that it was made from."""
-
-    def __init__(self, other: TokenizerCounter, what: Measured) -> None:
-        self._other = other
-        self._known = {
-            _key(m): int(s) for m, s in zip(what.history.messages, what.sizes, strict=True)
-        }
-
-    def text(self, text: str) -> int:
-        """Return the tokens of a text."""
-        return self._other.text(text)
-
-    def message(self, message: Message) -> int:
-        """Return the tokens of a message."""
-        known = self._known.get(_key(message))
-        return self._other.message(message) if known is None else known
-
-
-def _key(message: Message) -> tuple[object, ...]:
-    return (message.role, *((b.kind, b.text, b.tool, b.call_id) for b in message.blocks))

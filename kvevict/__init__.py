@@ -30,26 +30,32 @@ if not (Path(__file__).parent / "kernels").is_dir():
 
 if TYPE_CHECKING:
     from kvevict.cache import EvictionCache, EvictionLayer
+    from kvevict.models.aligned import MessageAlignedCache
     from kvevict.models.patch import patch
+    from kvevict.models.session import AgentSession
     from kvevict.models.small import load
     from kvevict.models.stream import stream
 
 # Names that need torch are looked up on first use, so that `import kvevict` stays light.
 _LAZY = {
+    "AgentSession": "kvevict.models.session",
     "EvictionCache": "kvevict.cache",
     "EvictionLayer": "kvevict.cache",
+    "MessageAlignedCache": "kvevict.models.aligned",
     "patch": "kvevict.models.patch",
     "load": "kvevict.models.small",
     "stream": "kvevict.models.stream",
 }
 
 __all__ = [
+    "AgentSession",
     "BudgetError",
     "CacheError",
     "EvictionCache",
     "EvictionLayer",
     "HistoryError",
     "KvevictError",
+    "MessageAlignedCache",
     "NotPatchedError",
     "Policy",
     "PolicyError",

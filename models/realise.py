@@ -89,12 +89,15 @@ def realise(
         PolicyError: an unknown realisation. BudgetError: more tokens than the cache takes.
     """
     check_realisation(how)
-    fresh = sum(map(len, parts[len(parts) - new :])) if new else 0
-    parts = [p for p in parts if p]
+    cut = len(parts) - new
+    old, fresh_parts = ([p for p in x if p] for x in (parts[:cut], parts[cut:]))
+    fresh = sum(map(len, fresh_parts))
     before = cache.fed_tokens
     stored = cache.stored
-    done = _by_text(cache, parts, chunk) if how == "text" else _by_kv(cache, parts, how, chunk)
-    logits, turned = done
+    if how == "text":
+        logits, turned = _by_text(cache, [*old, *fresh_parts], chunk)
+    else:
+        logits, turned = _by_kv(cache, old, fresh_parts, how, chunk)
     fed = cache.fed_tokens - before
     dropped = stored + fed - cache.stored
     return Realised(fed, min(fresh, fed), dropped, turned, logits)
@@ -128,7 +131,7 @@ def _without_gap(cache: MessageAlignedCache) -> int:
 
 
 def _by_kv(
-    cache: MessageAlignedCache, parts: Sequence[Part], how: str, chunk: int
+    cache: MessageAlignedCache, parts: Sequence[Part], fresh: Sequence[Part], how: str, chunk: int
 ) -> tuple[Tensor | None, int]:
     old = [p.ids for p in cache.pieces]
     match = SequenceMatcher(None, old, list(parts), autojunk=False).get_matching_blocks()
@@ -143,7 +146,7 @@ def _by_kv(
     if how == "kv_reindex":
         turned = max(turned, cache.close_gaps())
     logits = None
-    for part in parts[last + 1 :]:
+    for part in [*parts[last + 1 :], *fresh]:
         logits = cache.append(part, chunk=chunk)
     return logits, turned
 

@@ -17,9 +17,21 @@ from kvevict.models.releases import cache_argument
 
 @pytest.fixture(scope="session")
 def reference() -> ModuleType:
-    """The module of the oracles, loaded by path: tests are not a package."""
+    """The module of the oracles."""
+    return beside("reference")
+
+
+@pytest.fixture(scope="session")
+def chat_tokenizer() -> Any:
+    """Return a tokenizer with one token a byte and the ChatML template."""
+    spans = beside("test_spans")
+    return spans.tokenizer_of(spans.CHATML)
+
+
+def beside(name: str) -> ModuleType:
+    """Load a module of this folder by path: tests are not a package."""
     spec = importlib.util.spec_from_file_location(
-        "kvevict_tests_reference", Path(__file__).with_name("reference.py")
+        f"kvevict_tests_{name}", Path(__file__).with_name(f"{name}.py")
     )
     assert spec is not None
     assert spec.loader is not None
