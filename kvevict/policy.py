@@ -157,7 +157,9 @@ class Policy(ABC):
             loose = loose & (size <= heavy_left)  # a group larger than the rest can never fit
             order = _argsort_by(xp, self.importance(slots), slots.position)
             kept = kept | _fill(xp, order, loose, size, heavy_left)
-        return kept
+        # Parts are filled apart: what fits as a whole stays, though no part may have room for it.
+        fits = xp.sum(size, axis=-1, keepdims=True, dtype=size.dtype) <= head + recent + heavy
+        return kept | (fits & live)
 
     def victim(self, score: Array | None, position: Array, seen: Array | int) -> Array:
         """Choose the one slot that the next token overwrites.

@@ -131,7 +131,25 @@ class MessageAlignedCache(EvictionCache):
         Raises:
             BudgetError: more tokens than fit; nothing was fed.
         """
-        ids = tuple(int(i) for i in ids)
+        return self.append_all([ids], chunk=chunk, logits=logits, extend=extend)
+
+    def append_all(
+        self,
+        parts: Sequence[Sequence[int]],
+        *,
+        chunk: int = 256,
+        logits: int = 1,
+        extend: bool = False,
+    ) -> Tensor | None:
+        """Feed spans behind all that is stored, in forwards that do not stop at their borders.
+
+        Args and returns as `append`; `extend` is about the first part.
+
+        Raises:
+            BudgetError: more tokens than fit; nothing was fed.
+        """
+        spans = [tuple(int(i) for i in p) for p in parts]
+        ids = [i for p in spans for i in p]
         if not ids:
             return None
         if self.stored + len(ids) > (self.capacity or 0):
@@ -140,9 +158,20 @@ class MessageAlignedCache(EvictionCache):
                 "evict first, or give a larger budget",
                 self.stored + len(ids),
             )
+        start, born = self.next_position, self.fed_tokens
+        out = self._feed(ids, chunk, logits)
+        for index, part in enumerate(spans):
+            if index == 0 and extend and self.pieces and self.pieces[-1].stop == start:
+                self.pieces[-1] = replace(self.pieces[-1], ids=self.pieces[-1].ids + part)
+            elif part:
+                self.pieces.append(Piece(part, start, born))
+            start, born = start + len(part), born + len(part)
+        self.fed_tokens += len(ids)
+        return out
+
+    def _feed(self, ids: Sequence[int], chunk: int, logits: int) -> Tensor:
         model = self._of_model()
         device = model.get_input_embeddings().weight.device
-        start, born = self.next_position, self.fed_tokens
         outs: list[Tensor] = []
         left = len(ids)
         with torch.no_grad():
@@ -153,11 +182,6 @@ class MessageAlignedCache(EvictionCache):
                 given["logits_to_keep"] = max(min(wanted, len(part)), 1)  # 0 would be all
                 out = model(input_ids=part[None], **given).logits[0].float()
                 outs += [out] if wanted else []
-        if extend and self.pieces and self.pieces[-1].stop == start:
-            self.pieces[-1] = replace(self.pieces[-1], ids=self.pieces[-1].ids + ids)
-        else:
-            self.pieces.append(Piece(ids, start, born))
-        self.fed_tokens += len(ids)
         return torch.cat(outs) if len(outs) > 1 else outs[0]
 
     @contextmanager
@@ -206,7 +230,7 @@ class MessageAlignedCache(EvictionCache):
         """Forget all but the first `tokens` stored, and go on from the position behind them."""
         if not 0 <= tokens <= self.stored:
             raise CacheError(f"cannot rewind {self.stored} stored tokens to {tokens}")
-        self._take(torch.arange(tokens))
+        self._cut(tokens)
         left, kept = tokens, []
         for piece in self.pieces:
             if left:
@@ -292,7 +316,7 @@ class MessageAlignedCache(EvictionCache):
     def restore(self, point: tuple[list[Piece], int, int, int]) -> None:
         """Forget what was fed since a checkpoint; scores keep what its queries added."""
         self.pieces, length, position, self.fed_tokens = list(point[0]), *point[1:]
-        self._take(torch.arange(length))
+        self._cut(length)
         self._go_on_at(position)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -325,9 +349,24 @@ class MessageAlignedCache(EvictionCache):
             layer.seen = position
 
     def _take(self, slots: Tensor) -> None:
-        for layer in self.ranked_layers():
-            if layer.is_initialized:
-                self._pick(layer, slots.to(layer.keys.device).expand(layer.keys.shape[1], -1))
+        """Keep these slots `[n]`, ascending, in every layer and head."""
+        n = len(slots)
+        with torch.inference_mode(False):
+            for layer in self.ranked_layers():
+                if layer.is_initialized:
+                    index = slots.to(layer.keys.device)
+                    for state in (layer.keys, layer.values, layer.position, layer.score):
+                        state[:, :, :n] = state.index_select(2, index)
+        self._cut(n)
+
+    def _cut(self, length: int) -> None:
+        """Keep the first slots alone."""
+        with torch.inference_mode(False):
+            for layer in self.ranked_layers():
+                if layer.is_initialized:
+                    layer.position[:, :, length:] = -1
+                    layer.score[:, :, length:] = 0.0
+                    layer.length, layer.free = length, None
 
     def _pick(self, layer: RankedLayer, order: Tensor) -> None:
         """Keep a layer's slots `[H, n]` in this order."""

@@ -110,13 +110,14 @@ def _by_text(
     wanted = [i for part in parts for i in part]
     shared = min(common_prefix(cache.ids, wanted), _without_gap(cache))
     cache.rewind(shared)
-    logits, at = None, 0
+    rest, at, extend = [], 0, False
     for part in parts:
         known = min(max(shared - at, 0), len(part))
         at += len(part)
-        rest = part[known:]
-        if rest:
-            logits = cache.append(rest, chunk=chunk, extend=known > 0)
+        if known < len(part):
+            extend = extend or known > 0
+            rest.append(part[known:])
+    logits = cache.append_all(rest, chunk=chunk, extend=extend)
     return logits, 0
 
 
@@ -145,9 +146,7 @@ def _by_kv(
             cache.insert(place, parts[place], chunk=chunk)
     if how == "kv_reindex":
         turned = max(turned, cache.close_gaps())
-    logits = None
-    for part in [*parts[last + 1 :], *fresh]:
-        logits = cache.append(part, chunk=chunk)
+    logits = cache.append_all([*parts[last + 1 :], *fresh], chunk=chunk)
     return logits, turned
 
 
