@@ -12,9 +12,9 @@ from kvevict.eval import options as o
 
 app = typer.Typer(add_completion=False, rich_markup_mode=None)
 _COLUMNS = (
-    *("policy", "level", "realisation", "budget", "nll", "nll_delta", "kl", "top1_agreement"),
-    *("fact_nll", "fact_exact", "kept_tokens", "mass_kept", "recomputed_tokens", "fits"),
-    *("turn", "context_tokens", "floor_tokens", "groups", "oracle_sum", "oracle_density"),
+    *("policy", "realisation", "budget", "nll", "nll_delta", "kl", "fact_nll"),
+    *("kept_tokens", "recomputed_tokens", "turn", "context_tokens", "floor_tokens", "groups"),
+    *("oracle_sum", "oracle_density"),
 )
 
 

@@ -18,7 +18,9 @@ from torch import Tensor
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import BudgetError, CacheError, UnsupportedModelError
+from kvevict.models import ordered
 from kvevict.models.releases import cache_argument
+from kvevict.models.rope import Rope
 from kvevict.plan import Plan
 from kvevict.policies import H2O, Random
 from kvevict.ranked import RankedLayer
@@ -223,14 +225,14 @@ class MessageAlignedCache(EvictionCache):
         for index, part in enumerate(self.ranges()):
             if index in gone:
                 keep[part] = False
-        self._take(keep.nonzero()[:, 0])
+        ordered.take(self.ranked_layers(), keep.nonzero()[:, 0])
         self.pieces = [p for i, p in enumerate(self.pieces) if i not in gone]
 
     def rewind(self, tokens: int) -> None:
         """Forget all but the first `tokens` stored, and go on from the position behind them."""
         if not 0 <= tokens <= self.stored:
             raise CacheError(f"cannot rewind {self.stored} stored tokens to {tokens}")
-        self._cut(tokens)
+        ordered.cut(self.ranked_layers(), tokens)
         left, kept = tokens, []
         for piece in self.pieces:
             if left:
@@ -244,7 +246,7 @@ class MessageAlignedCache(EvictionCache):
         starts = [r.start for r in self.ranges()]
         turned = sum(len(p.ids) for p, s in zip(self.pieces, starts, strict=True) if p.start != s)
         if turned:
-            self._turn(torch.arange(self.stored))
+            ordered.turn(self._turning(), torch.arange(self.stored))
         self.pieces = [replace(p, start=s) for p, s in zip(self.pieces, starts, strict=True)]
         self._go_on_at(self.stored)
         return turned
@@ -281,7 +283,7 @@ class MessageAlignedCache(EvictionCache):
         target[first:] += shift
         self.pieces += tail
         if shift:
-            self._turn(target)
+            ordered.turn(self._turning(), target)
             self.pieces[place + 1 :] = [replace(p, start=p.start + shift) for p in tail]
         self._go_on_at(max(end + shift, self.pieces[-1].stop))
 
@@ -302,9 +304,9 @@ class MessageAlignedCache(EvictionCache):
             if int(counts.min()) != int(counts.max()):
                 raise CacheError("every head of a layer must keep equally many tokens")
             order = keep.nonzero()[:, 1].view(keep.shape[0], -1).to(layer.keys.device)  # [H, n]
-            self._pick(layer, order)
+            ordered.pick(layer, order)
         if close_gaps:
-            self._turn(torch.arange(self.ranked_layers()[0].length))
+            ordered.turn(self._turning(), torch.arange(self.ranked_layers()[0].length))
             self._go_on_at(self.ranked_layers()[0].length)
         self.pieces = [Piece((-1,) * self.ranked_layers()[0].length, 0)]
 
@@ -316,7 +318,7 @@ class MessageAlignedCache(EvictionCache):
     def restore(self, point: tuple[list[Piece], int, int, int]) -> None:
         """Forget what was fed since a checkpoint; scores keep what its queries added."""
         self.pieces, length, position, self.fed_tokens = list(point[0]), *point[1:]
-        self._cut(length)
+        ordered.cut(self.ranked_layers(), length)
         self._go_on_at(position)
 
     # -- inside -----------------------------------------------------------------------------------
@@ -348,66 +350,15 @@ class MessageAlignedCache(EvictionCache):
         for layer in self.ranked_layers():
             layer.seen = position
 
-    def _take(self, slots: Tensor) -> None:
-        """Keep these slots `[n]`, ascending, in every layer and head."""
-        n = len(slots)
-        with torch.inference_mode(False):
-            for layer in self.ranked_layers():
-                if layer.is_initialized:
-                    index = slots.to(layer.keys.device)
-                    for state in (layer.keys, layer.values, layer.position, layer.score):
-                        state[:, :, :n] = state.index_select(2, index)
-        self._cut(n)
-
-    def _cut(self, length: int) -> None:
-        """Keep the first slots alone."""
-        with torch.inference_mode(False):
-            for layer in self.ranked_layers():
-                if layer.is_initialized:
-                    layer.position[:, :, length:] = -1
-                    layer.score[:, :, length:] = 0.0
-                    layer.length, layer.free = length, None
-
-    def _pick(self, layer: RankedLayer, order: Tensor) -> None:
-        """Keep a layer's slots `[H, n]` in this order."""
-        n = order.shape[1]
-        with torch.inference_mode(False):
-            for buffer in (layer.keys, layer.values):
-                index = order[None, :, :, None].expand(1, -1, -1, buffer.shape[3])
-                buffer[:, :, :n] = buffer.gather(2, index)
-            for state in (layer.position, layer.score):
-                state[:, :, :n] = state.gather(2, order[None])
-            layer.position[:, :, n:] = -1
-            layer.score[:, :, n:] = 0.0
-        layer.length, layer.free = n, None
-
-    def _turn(self, target: Tensor) -> None:
-        """Turn the stored keys to these positions `[stored]`, in one rounding each.
+    def _turning(self) -> list[tuple[RankedLayer, Rope]]:
+        """Return the layers with their rotations.
 
         Raises:
             UnsupportedModelError: a layer whose rotation was not found.
         """
         ropes = self._of_model()._kvevict.findings.ropes
-        turns: dict[Any, Any] = {}
-        for layer, rope in zip(self.layers, ropes, strict=True):
-            assert isinstance(layer, RankedLayer)
-            if rope is None:
-                raise UnsupportedModelError(
-                    f"{self._config.model_type}: closing gaps needs a rotary embedding that shifts"
-                )
-            old = layer.position[0, :, : layer.length]  # [H, n]
-            goal = target.to(old.device)
-            delta = goal - old
-            same = bool((delta == delta[:1]).all())
-            key = (rope.key, old.device, layer.length)
-            if same and key in turns and torch.equal(turns[key][0], delta[:1]):
-                turn = turns[key][1]
-            else:
-                turn = rope.turn(delta[:1] if same else delta, old.device)
-                turns[key] = (delta[:1], turn)
-            moved = rope.rotate(layer.keys[0, :, : layer.length], turn)
-            still = (delta == 0)[..., None]
-            layer.keys[0, :, : layer.length] = torch.where(
-                still, layer.keys[0, :, : layer.length], moved
+        if any(rope is None for rope in ropes):
+            raise UnsupportedModelError(
+                f"{self._config.model_type}: closing gaps needs a rotary embedding that shifts"
             )
-            layer.position[0, :, : layer.length] = goal
+        return list(zip(self.ranked_layers(), ropes, strict=True))
