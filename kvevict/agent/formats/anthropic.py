@@ -20,6 +20,7 @@ from kvevict.agent.formats.base import (
     need_list,
     need_mapping,
     need_text,
+    optional_text,
     picture,
     read_all,
     text_changed,
@@ -79,7 +80,7 @@ class Anthropic(Format, name="anthropic"):
         ):
             return 0.0
         kinds = {
-            b.get("type")
+            str(b.get("type"))
             for m in messages
             if isinstance(m.get("content"), list)
             for b in m["content"]
@@ -186,14 +187,14 @@ class Anthropic(Format, name="anthropic"):
                 cache_control=cache,
             )
         if isinstance(kind, str) and kind.endswith("_tool_result"):
-            call = raw.get("tool_use_id")
+            answered = optional_text(raw.get("tool_use_id"), i, f"{path}.tool_use_id")
             content = raw.get("content")
             hidden = _encrypted(content)
             return make(
                 "server_tool_result",
                 text_of(content) or ("" if hidden else json_text(content, i, f"{path}.content")),
-                call_id=call,
-                tool=names.get(str(call)),
+                call_id=answered,
+                tool=names.get(str(answered)),
                 raw=raw,
                 media=media_of(content),
                 opaque=hidden,

@@ -145,6 +145,11 @@ def need_text(value: Any, index: int | None, path: str) -> str:
     raise HistoryError(f"{path}: expected a string, got {_kind(value)}", index, path)
 
 
+def optional_text(value: Any, index: int | None, path: str) -> str | None:
+    """Return a value that must be a string where there is one."""
+    return None if value is None else need_text(value, index, path)
+
+
 def unknown(
     what: str, value: Any, known: Sequence[str], index: int | None, path: str
 ) -> HistoryError:

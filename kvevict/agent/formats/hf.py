@@ -17,6 +17,7 @@ from kvevict.agent.formats.base import (
     media_of,
     need_mapping,
     need_text,
+    optional_text,
     text_of,
 )
 from kvevict.agent.formats.openai_chat import OpenAIChat
@@ -74,14 +75,14 @@ class HF(OpenAIChat, name="hf"):
         content = raw.get("content")
         call = raw.get("tool_call_id")
         parts = isinstance(content, list) and all(
-            isinstance(p, Mapping) and p.get("type") in self.parts for p in content
+            isinstance(p, Mapping) and str(p.get("type")) in self.parts for p in content
         )
         plain = content is None or isinstance(content, str) or parts
         return make(
             "tool_result",
             text_of(content) if plain else json_text(content, i, f"{path}.content"),
-            call_id=call if call is None else need_text(call, i, f"{path}.tool_call_id"),
-            tool=raw.get("name") or names.get(str(call)),
+            call_id=optional_text(call, i, f"{path}.tool_call_id"),
+            tool=optional_text(raw.get("name"), i, f"{path}.name") or names.get(str(call)),
             media=media_of(content) if plain else (),
         )
 

@@ -21,6 +21,7 @@ from kvevict.agent.formats.base import (
     need_list,
     need_mapping,
     need_text,
+    optional_text,
     picture,
     read_all,
     text_changed,
@@ -167,9 +168,10 @@ class OpenAIChat(Format, name="openai-chat"):
         self, raw: Mapping[str, Any], i: int, path: str, names: dict[str, str]
     ) -> Block:
         """Read a tool message as one result."""
-        call = raw.get("tool_call_id")
-        if self.rules.ids and raw["role"] == "tool":
-            need_text(call, i, f"{path}.tool_call_id")
+        given = raw.get("tool_call_id")
+        named = self.rules.ids and raw["role"] == "tool"
+        call = (need_text if named else optional_text)(given, i, f"{path}.tool_call_id")
+        tool = optional_text(raw.get("name"), i, f"{path}.name")
         content = raw.get("content")
         need(
             content is None or isinstance(content, str | list),
@@ -185,7 +187,7 @@ class OpenAIChat(Format, name="openai-chat"):
             "tool_result",
             text_of(content),
             call_id=call,
-            tool=raw.get("name") or names.get(str(call)),
+            tool=tool or names.get(str(call)),
             media=media_of(content),
             cache_control=cache,
         )

@@ -87,7 +87,7 @@ class OpenAIResponses(Format, name="openai-responses"):
         if types or isinstance(obj, Mapping):
             return 0.9
         parts = {
-            p.get("type")
+            str(p.get("type"))
             for m in items
             if isinstance(m.get("content"), list)
             for p in m["content"]
@@ -118,6 +118,8 @@ class OpenAIResponses(Format, name="openai-responses"):
         """Read one item; `names` maps call ids to tool names and grows."""
         raw = need_mapping(raw, i, path)
         kind = raw.get("type", "message" if "role" in raw else None)
+        if not isinstance(kind, str):
+            raise unknown("item type", kind, ("message", *CALLS, *OUTPUTS), i, f"{path}.type")
         if kind == "message":
             role = raw.get("role")
             if role not in ROLES:
@@ -173,7 +175,7 @@ class OpenAIResponses(Format, name="openai-responses"):
         for p, part in enumerate(need_list(value, i, path)):
             part = need_mapping(part, i, f"{path}[{p}]")
             kind = part.get("type")
-            if kind not in PARTS:
+            if not isinstance(kind, str) or kind not in PARTS:
                 raise unknown("part type", kind, tuple(PARTS), i, f"{path}[{p}].type")
             text = part.get("refusal", "") if kind == "refusal" else text_of(part)
             blocks.append(make(PARTS[kind], text, raw=part, media=media_of(part)))
