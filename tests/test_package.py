@@ -115,3 +115,11 @@ def test_a_folder_named_kernels_does_not_shadow_the_installed_one(tmp_path: Path
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_every_dependency_has_its_licence_on_the_page(root: Path) -> None:
+    from benchmarks.licences import needed
+
+    page = (root / "docs" / "licences.md").read_text()
+    missing = [name for name in needed() if f"| {name} | " not in page]
+    assert missing == [], "run `python -m benchmarks.licences`"
