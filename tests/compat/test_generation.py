@@ -198,6 +198,24 @@ def test_a_stopping_rule_stops_and_the_cache_is_good(llama: Any) -> None:
         assert generate(llama, out, cache=cache, max_new_tokens=3).shape[1] == 23
 
 
+def test_a_stop_string_stops_and_the_cache_is_good(llama: Any) -> None:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())[: llama.config.vocab_size]
+    raw = Tokenizer(models.BPE({c: i for i, c in enumerate(letters)}, []))
+    raw.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    raw.decoder = decoders.ByteLevel()
+    words = PreTrainedTokenizerFast(tokenizer_object=raw)
+    ids = prompt()
+    with patch(llama, SMALL):
+        free = generate(llama, ids)[0, ids.shape[1] :].tolist()
+        stop = letters[free[4]]
+        at = free.index(free[4])  # where it comes first
+        out = generate(llama, ids, stop_strings=[stop], tokenizer=words)
+    assert out[0, ids.shape[1] :].tolist() == free[: at + 1]
+
+
 def test_the_template_for_the_hub_runs(llama: Any) -> None:
     ids = prompt()
     with patch(llama, SMALL):
