@@ -19,6 +19,7 @@ from kvevict.cache import Backend, EvictionCache, EvictionLayer, Positions
 from kvevict.errors import PolicyError, UnsupportedModelError
 from kvevict.kernels.dispatch import resolve_backend
 from kvevict.models import attention
+from kvevict.models.decoder import base_model, check_model
 from kvevict.models.placement import input_device
 from kvevict.models.probe import Findings, probe
 from kvevict.models.releases import cache_argument, renamed, taking_cache
@@ -97,7 +98,7 @@ class Patch:
         self.settings = (policy, positions, backend, evict_every)
         self._again = False  # whether patch() returned it to somebody else than its owner
         self._owning: list[bool] = []  # of the `with` blocks that are open
-        self._previous = _check_model(model)
+        self._previous = check_model(model)
         self._hooks: list[Any] = []
         AttentionInterface.register(attention.NAME, attention.eviction_attention)
         AttentionMaskInterface.register(attention.NAME, sdpa_mask)
@@ -109,7 +110,7 @@ class Patch:
                     "AttentionInterface (missing part: the bridge), so nothing can be evicted"
                 )
             self.findings: Findings = probe(model)
-            base = _base_model(model)
+            base = base_model(model)
             self._hooks = [
                 base.register_forward_pre_hook(self._before, with_kwargs=True),
                 base.register_forward_hook(self._after, with_kwargs=True, always_call=True),
@@ -341,8 +342,19 @@ class Patch:
                 )
             cache = model_kwargs[name] = self.new_cache()
         if isinstance(cache, EvictionCache):
+            _refuse_drafts(*args[:1], **kwargs)
             cache.settle_length(_prompt_length(generation_config, model_kwargs))
         return stock(self.model, generation_config, model_kwargs, *args, **kwargs)
+
+
+def _refuse_drafts(generation_mode: Any = None, **_: Any) -> None:
+    """Refuse assisted and prompt-lookup decoding before its first forward."""
+    if getattr(generation_mode, "value", None) == "assisted_generation":
+        raise UnsupportedModelError(
+            "assisted and prompt-lookup decoding take back rejected drafts, and what was evicted "
+            "for them cannot come back: leave assistant_model and prompt_lookup_num_tokens out, or "
+            "unpatch() the model"
+        )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
@@ -354,40 +366,3 @@ def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:
     if positions is not None:
         return int(positions.max()) + 1
     return int(getattr(generation_config, "_mask_length", 0) or 0)
-
-
-def _base_model(model: Any) -> Any:
-    """Return the module whose forward announces a cache: the decoder without its head."""
-    finders = (
-        lambda: model.get_decoder(),
-        lambda: model.base_model,
-        lambda: model.model,  # Llama 4 text, where the first two are the model itself
-    )
-    for find in finders:
-        try:
-            found = find()
-        except AttributeError:
-            continue
-        names = inspect.signature(type(found).forward).parameters
-        if found is not model and names.keys() & {"cache", "past_key_values"}:
-            return found
-    return model
-
-
-def _check_model(model: Any) -> Any:
-    """Return the attention implementation in force, or refuse what is no decoder."""
-    config = getattr(model, "config", None)
-    if config is None or not hasattr(model, "set_attn_implementation"):
-        raise UnsupportedModelError(
-            f"{type(model).__name__} is not a transformers model; give a decoder-only model such "
-            "as one of AutoModelForCausalLM"
-        )
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModelError(
-            f"{config.model_type}: an encoder-decoder has cross attention; give a decoder-only one"
-        )
-    if _base_model(model) is model:
-        raise UnsupportedModelError(
-            f"{type(model).__name__}: give the model with its head, such as AutoModelForCausalLM"
-        )
-    return config.get_text_config(decoder=True)._attn_implementation

@@ -240,16 +240,23 @@ def test_another_cache_implementation_is_refused(model: Any, kind: str) -> None:
         generate(model, prompt(), cache_implementation=kind)
 
 
+DRAFTS = r"draft|stateful"  # transformers itself refuses them on recurrent models
+
+
 def test_drafts_are_refused_since_nothing_evicted_comes_back(model: Any) -> None:
     assert not EvictionCache(model, SMALL).is_croppable
-    with patch(model, SMALL), pytest.raises((ValueError, CacheError), match=r"[cC]rop|stateful"):
+    with patch(model, SMALL), pytest.raises((UnsupportedModelError, ValueError), match=DRAFTS):
         generate(model, prompt(), prompt_lookup_num_tokens=3)
 
 
 def test_a_draft_model_is_refused(llama: Any) -> None:
     draft = families.build("llama", seed=1)
-    with patch(llama, SMALL), pytest.raises((ValueError, CacheError), match=r"[cC]rop"):
+    with patch(llama, SMALL), pytest.raises(UnsupportedModelError, match="draft"):
         generate(llama, prompt(), assistant_model=draft)
+    with patch(llama):
+        cache = EvictionCache(llama, SMALL)
+        with pytest.raises((ValueError, CacheError), match=r"[cC]rop"):
+            generate(llama, prompt(), assistant_model=draft, cache=cache)
 
 
 def test_continuous_batching_is_refused(model: Any) -> None:
