@@ -191,11 +191,12 @@ class HistoryManager:
         view, actions = (first, []) if again and not state.pending else call.run(first)
         context = call.context
         tokens = context.total(view)
-        floor = self.policy.floor(view, context)
-        allowance = self.policy.allowance(context.limits)
+        policy = self.policy
+        floor = policy.floor(view, context)
+        allowance = policy.allowance(context.limits)
         if tokens > allowance and floor > allowance:
             raise BudgetError(
-                f"{self.policy.name}: the roots alone (system, tools, what must stay) take {floor} "
+                f"{policy.name}: the roots alone (system, tools, what must stay) take {floor} "
                 f"tokens, {allowance} are available: use a larger window, or shorten them",
                 floor,
             )
@@ -209,7 +210,7 @@ class HistoryManager:
         report = Report(
             tokens=tokens,
             freed_tokens=context.estimate(first) - context.estimate(view),
-            floor_tokens=floor,
+            floor_tokens=min(tokens, policy.standing(view, context)),
             window=self.window,
             violations=tuple(self._violations),
             reused_prefix_tokens=prefix + context.limits.overhead if reused else 0,

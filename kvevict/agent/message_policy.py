@@ -97,6 +97,9 @@ class Context:
         size: tokens of one message.
         memory: the policy's own JSON state, kept between calls; a stage may write to it.
         failures: failures of the summariser in a row.
+        sums: tokens of many messages; None adds up `size`.
+        min_gain: tokens that the stage that is being tried must free.
+        refused: why that stage proposes nothing, in words; it writes here.
     """
 
     limits: Limits
@@ -105,6 +108,9 @@ class Context:
     size: Callable[[Message], int]
     memory: dict[str, Any]
     failures: int = 0
+    sums: Callable[[Sequence[Message]], int] | None = None
+    min_gain: int = 0
+    refused: list[str] = field(default_factory=list)
     _sums: dict[int, tuple[History, int]] = field(default_factory=dict)
 
     def sizes(self, view: History) -> list[int]:
@@ -115,8 +121,12 @@ class Context:
         """Return the estimated tokens of the messages alone."""
         known = self._sums.get(id(view))
         if known is None or known[0] is not view:
-            known = self._sums[id(view)] = (view, sum(map(self.size, view.messages)))
+            known = self._sums[id(view)] = (view, self.together(view.messages))
         return known[1]
+
+    def together(self, messages: Sequence[Message]) -> int:
+        """Return the tokens of these messages."""
+        return sum(map(self.size, messages)) if self.sums is None else self.sums(messages)
 
     def total(self, view: History) -> int:
         """Return the tokens of the whole request, corrected by the provider's last count."""
@@ -230,9 +240,22 @@ class MessagePolicy(ABC):
         return anchors(view, self.keeps_first, self.keeps_last)
 
     def floor(self, view: History, context: Context) -> int:
-        """Return the tokens of a request of the roots alone: what no edit goes below."""
+        """Return the tokens of a request of the roots alone: what no edit goes below (I12)."""
         roots = sum(context.size(view.messages[i]) for i in self.roots(view))
         return max(0, roots + context.limits.overhead)
+
+    def standing(self, view: History, context: Context) -> int:
+        """Return the tokens of a request of all that is a root in the shared vocabulary.
+
+        System prompt, tools, the first and the last user message, what is pinned or still open,
+        and what this policy put in the place of evicted messages: a summary leaves only for
+        another one. Where a first user message was summarised its summary stands for it.
+        """
+        from kvevict.agent.choosing import is_inserted
+
+        fixed = self.roots(view) | view.roots
+        fixed |= {i for i, m in enumerate(view.messages) if is_inserted(m)}
+        return max(0, context.together([view.messages[i] for i in fixed]) + context.limits.overhead)
 
     def departures(self) -> dict[str, Any]:
         """Return the fields that differ from the system's defaults, for reports."""

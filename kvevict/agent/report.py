@@ -17,7 +17,8 @@ class Report:
     Attributes:
         tokens: predicted tokens of the request.
         freed_tokens: tokens freed by this call, estimated.
-        floor_tokens: tokens of the roots alone; no edit of this policy goes below.
+        floor_tokens: tokens that are never evicted: system prompt, tools, first and last user
+            message, what is pinned or open, and the summaries that stand for what went.
         window: tokens of the window.
         violations: invariants that the request breaks (as the input did; edits break none).
         reused_prefix_tokens: tokens of the longest common prefix with the last request.

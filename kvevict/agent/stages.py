@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from kvevict.agent.history import History
 from kvevict.agent.message_policy import Context, MessagePolicy, Stage
@@ -60,14 +60,18 @@ def run_stages(
                 continue
             if not stage.due(view, context) or _latched(stage, view, context):
                 continue
-            new = stage.edit(view, context)
+            refused: list[str] = []
+            new = stage.edit(view, replace(context, min_gain=stage.min_gain, refused=refused))
             if new is None or new is view or new.messages == view.messages:
+                actions += [Action(stage.name, stage.verb, False, why) for why in refused]
                 continue
             freed = context.estimate(view) - context.estimate(new)
             touched = changes(view, new)
             if not stage.grows and freed < max(1, stage.min_gain):
                 why = f"would free {freed} tokens, needs {max(1, stage.min_gain)}"
                 actions.append(Action(stage.name, stage.verb, False, why, 0, touched[0]))
+                if stage.verb == "summarise":  # paid for in vain: not again before there is more
+                    context.memory[f"latch:{stage.name}"] = context.total(view)
                 continue
             accept(view, new)
             total = context.total(view)
@@ -84,6 +88,8 @@ def run_stages(
 
 def _latched(stage: Stage, view: History, context: Context) -> bool:
     """Whether a summary was not enough and the history has not grown by 5 % of the window since.
+
+    Not enough: the request stayed above the trigger, or the stage's `min_gain` was not reached.
 
     Without it a large root makes every call compact again (opencode 27924, codex 31351).
     """

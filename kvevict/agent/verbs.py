@@ -23,6 +23,7 @@ from kvevict.agent.summarizers import SummaryInput
 
 LANGUAGE = "Write in the language that the user writes in."
 _LEAST = 24  # tokens below which a span is not worth a summary
+_SHORTEST = 8  # tokens of the shortest summary that is asked for
 _TEXT_EDITS = frozenset({"mask", "truncate", "replace"})
 
 
@@ -221,11 +222,14 @@ def ask_summary(
     budget: int = 1_500,
     wrap: Wrap = lambda text: text,
     clip: int | None = None,
+    extra: int = 0,
 ) -> str | None:
     """Ask the summariser for the messages that are to go.
 
     An earlier summary among them is handed over as `previous`; a span with nothing but such is
-    not summarised again, so summaries never feed on themselves.
+    not summarised again, so summaries never feed on themselves. Where even the shortest summary
+    would free less than the stage's `min_gain` nobody is asked, and the budget is never larger
+    than what leaves room for that gain.
 
     Args:
         view: any history.
@@ -236,9 +240,11 @@ def ask_summary(
         budget: tokens that the summary may have; at most half of what it replaces.
         wrap: what is put around the summary.
         clip: characters that stay of each tool result in the summariser's input.
+        extra: tokens that the edit frees beside the messages that go.
 
     Returns:
-        The summary without its wrapping, or None: nothing new to summarise, or it failed.
+        The summary without its wrapping, or None: nothing new to summarise, not worth it, or it
+        failed.
     """
     order = sorted(gone)
     fresh = [i for i in order if not is_inserted(view.messages[i])]
@@ -246,22 +252,42 @@ def ask_summary(
     frame = context.size(edit.inserted(wrap("x")))
     if not fresh or limit < frame + _LEAST:
         return None
+    room = most_summary(context, limit + extra, frame)
+    if room < _SHORTEST:
+        return None
     earlier = [view.messages[i] for i in order if is_inserted(view.messages[i])]
     previous = earlier[-1].text if earlier else ""
     if context.moment.focus:
         prompt = f"{prompt}\nFocus on: {context.moment.focus}"
     if previous:
         prompt = f"{prompt}\nTake up this earlier summary:\n{previous}"
-    budget = max(8, min(budget, (limit - frame) // 2))
-    room = max(1_000, context.limits.usable - budget) * 3
+    budget = max(_SHORTEST, min(budget, (limit - frame) // 2, room))
+    chars = max(1_000, context.limits.usable - budget) * 3
     messages = plain((view.messages[i] for i in fresh), clip)
     length = sum(len(m["content"]) for m in messages)
-    while len(messages) > 1 and length > room:  # the summariser has a window too: oldest go first
+    while len(messages) > 1 and length > chars:  # the summariser has a window too: oldest go first
         length -= len(messages.pop(0)["content"])
-    if messages and length > room:
-        messages[0]["content"] = shorten(messages[0]["content"], room, "\n[truncated]\n", "both")
+    if messages and length > chars:
+        messages[0]["content"] = shorten(messages[0]["content"], chars, "\n[truncated]\n", "both")
     request = SummaryInput(messages, prompt, headings, previous)
     return context.services.summarise(request, budget, limit, wrap)
+
+
+def most_summary(context: Context, limit: int, frame: int) -> int:
+    """Return the tokens that a summary may have for its stage's `min_gain` to be reached.
+
+    Args:
+        context: the call's circumstances; told the reason where nothing would be enough.
+        limit: tokens of all that leaves.
+        frame: tokens of what is put around the summary.
+    """
+    room = limit - frame - max(1, context.min_gain)
+    if room < _SHORTEST:
+        most = max(0, limit - frame)
+        context.refused.append(
+            f"a summary could free {most} tokens at most, needs {max(1, context.min_gain)}"
+        )
+    return room
 
 
 def compact(

@@ -546,3 +546,103 @@ def test_what_is_appended_never_parts_an_open_call_from_its_result(policy):
     prepared = manager.prepare(history)
     assert validate(prepared.messages, "anthropic") == []
     assert prepared.messages[-1] == history[-1]
+
+
+# a summary is paid for only where it can count ---------------------------------------------------
+
+
+class Counting:
+    """A summariser that counts how often it is asked, and with what budget."""
+
+    def __init__(self, text="short"):
+        self.budgets = []
+        self.text = text
+
+    def __call__(self, messages, budget):
+        self.budgets.append(budget)
+        return self.text
+
+
+HYBRID = "complexity_trap_hybrid:n=4,m=2,min_gain={}"
+
+
+def test_summary_that_cannot_free_enough_is_never_asked_for():
+    asked = Counting()
+    manager = HistoryManager(HYBRID.format(20_000), summarizer=asked)
+    history = [user("go"), *steps(60, 3_000)]
+    for end in range(3, len(history) + 1, 2):
+        report = manager.prepare(history[:end]).report
+        assert "summary" not in report.stages
+    assert asked.budgets == []
+    told = [a.why for a in report.actions if a.stage == "summary"]
+    assert len(told) == 1
+    assert "at most, needs 20000" in told[0]
+
+
+def test_summary_is_asked_for_once_the_gain_can_be_reached():
+    asked = Counting()
+    manager = HistoryManager("complexity_trap_hybrid:n=40,m=2,min_gain=500", summarizer=asked)
+    history = [user("go"), *steps(120, 3_000)]
+    summaries = 0
+    for end in range(3, len(history) + 1, 2):
+        report = manager.prepare(history[:end]).report
+        summaries += "summary" in report.stages
+        done = [a.freed for a in report.actions if a.stage == "summary" and a.done]
+        assert all(freed >= 500 for freed in done)
+    assert summaries == len(asked.budgets) > 0  # none was paid for in vain
+
+
+@pytest.mark.parametrize("policy", ["codex_local", "pi", "roo", "anthropic_compact"])
+def test_budget_leaves_room_for_the_gain_and_a_talkative_summary_is_not_asked_for_again(policy):
+    asked = Counting("x" * 12_000)  # 4,000 tokens, whatever the budget says
+    trigger = 50_000
+    manager = HistoryManager(
+        f"{policy}:trigger={trigger},min_gain=48500", window=200_000, summarizer=asked
+    )
+    history = [user("go"), *[{**m} for m in steps(200, 20)]]
+    texts = [i for i, m in enumerate(history) if m["role"] == "assistant"]
+    for i in texts:
+        history[i] = {**history[i], "content": [*history[i]["content"]]}
+        history[i]["content"].insert(0, {"type": "text", "text": "word " * 160})
+    end = 360
+    for _ in range(6):
+        report = manager.prepare(history[:end]).report
+        end += 2
+    if policy == "pi":  # the newest 20,000 tokens stay: the gain is out of reach
+        assert asked.budgets == []
+    else:
+        assert len(asked.budgets) <= 2
+        assert all(budget <= 1_500 for budget in asked.budgets)
+    assert report.freed_tokens == 0
+
+
+# the floor ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", sorted(message_policies()))
+def test_floor_is_what_stays_whatever_happens(policy):
+    tools = [{"name": "read", "description": "d " * 300, "input_schema": {"type": "object"}}]
+    history = [user("first " * 200), *steps(40, 900), user("last " * 100)]
+    request = {"system": "s " * 600, "tools": tools, "messages": history}
+    manager = HistoryManager(policy, window=30_000, max_output=2_000)
+    report = manager.prepare(request).report
+    fixed = 400 + 200 + 100  # system, tools, the last user message
+    assert fixed < report.floor_tokens <= report.tokens
+    if history[0] in manager.prepare(request).messages["messages"]:
+        assert report.floor_tokens >= fixed + 400
+
+
+SUMMARISING = sorted(
+    name
+    for name, cls in message_policies().items()
+    if any(stage.verb == "summarise" for stage in cls().stages())
+)
+
+
+@pytest.mark.parametrize("policy", SUMMARISING)
+def test_floor_of_the_real_session_counts_the_summary_or_the_task(policy, pi_session):
+    first = pi_session[: len(pi_session) // 4]
+    report = HistoryManager(policy, format="pi").prepare(first).report
+    assert report.floor_tokens > 200  # the first user message alone has 222 tokens
+    report = HistoryManager(policy, format="pi").prepare(pi_session).report
+    assert 200 < report.floor_tokens <= report.tokens

@@ -80,7 +80,10 @@ class CodexLocal(MessagePolicy, name="codex_local"):
         kept, cut = self.kept_users(view, context)
         keep = self.roots(view) | kept | set(cut)
         gone = others(view, keep)
-        text = ask_summary(view, context, gone, PROMPT, HEADINGS, self.summary_tokens, wrap)
+        shorter = sum(context.size(view.messages[i]) - context.size(m) for i, m in cut.items())
+        text = ask_summary(
+            view, context, gone, PROMPT, HEADINGS, self.summary_tokens, wrap, extra=shorter
+        )
         if text is None:
             return None
         messages = list(view.messages)

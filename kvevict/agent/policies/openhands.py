@@ -14,7 +14,7 @@ from kvevict.agent.message_policy import (
     check_share,
 )
 from kvevict.agent.summarizers import SummaryInput
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, plain
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, most_summary, plain
 from kvevict.errors import PolicyError
 
 PREFIX = "<CONVERSATION SUMMARY>\n"
@@ -122,6 +122,8 @@ class OpenHands(MessagePolicy, name="openhands"):
         roots = self.roots(view)
         gone = others(view, roots)
         limit = sum(context.size(view.messages[i]) for i in gone)
+        if most_summary(context, limit, context.size(edit.inserted(_wrap("x")))) < 1:
+            return None
         clip = max((len(b.text) for i in gone for b in view.messages[i].blocks), default=0)
         for _ in range(self.tries):
             messages = plain((view.messages[i] for i in sorted(gone)), clip)
