@@ -7,37 +7,22 @@
    when what it frees is read often enough afterwards.
 4. Should the user see it? What the user would miss must not go silently.
 
-The answers are rules, not a model: each names the reason, so that it can be disagreed with.
+The answers are rules, not a model: each names the reason, so that it can be disagreed with. The
+first two and the verb are `kvevict.agent.answers`, which the policy `shape` acts on as well.
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any
 
+from kvevict.agent.answers import Answer, Answers, Lifetime, Verb
 from kvevict.agent.history import THINKING_KINDS, Address, Block, History, Message
 from kvevict.agent.prices import Prices, get_prices
 from kvevict.agent.tokens import TokenCounter, make_counter
 
-Lifetime = Literal["turn", "session", "forever"]
-Verb = Literal["keep", "mask", "drop", "summarise", "externalise"]
-
-# Tools whose results are the agent's own notes and instructions.
-_NOTES = re.compile(r"skill|memory|todo|plan|note", re.IGNORECASE)
-_FOREVER = re.compile(
-    r"\b(always|never|from now on|remember|in general|I prefer|we prefer|by default)\b|"
-    r"\b(immer|niemals?|künftig|toujours|jamais|siempre|nunca)\b|总是|永远|记住",
-    re.IGNORECASE,
-)
-_DECISION = re.compile(
-    r"\b(decid|decision|because|root cause|cause\b|agreed|conclusion|must not|instead of|found)",
-    re.IGNORECASE,
-)
-_LARGE = 500  # tokens from which a block is worth an edit of its own
-_HOT = 3  # newest results that are still being worked with
 _SOON = 10  # calls within which an edit should pay for its cache writes
 
 
@@ -97,19 +82,17 @@ def advise(
         One advice per block, in order.
     """
     table, counts = get_prices(prices), make_counter(counter)
+    answers = Answers(history, lambda block: _tokens(block, counts))
     tokens = {
         (m, b): _tokens(block, counts)
         for m, message in enumerate(history.messages)
         for b, block in enumerate(message.blocks)
     }
-    results = history.find("tool_result", "shell", "file")
-    hot = frozenset(results[-_HOT:])
-    again = _asked_again(history)
     behind = sum(tokens.values())
     found = []
     for at, size in tokens.items():
         behind -= size
-        found.append(_advise(history, at, size, behind, table, at in hot, again.get(at)))
+        found.append(_advise(history, at, answers.of(at), size, behind, table))
     return found
 
 
@@ -117,33 +100,11 @@ def _tokens(block: Block, counter: TokenCounter) -> int:
     return counter.message(Message("user", (block,)))
 
 
-def _asked_again(history: History) -> dict[Address, int]:
-    """Return the results whose very call was made again later, and the message of that call."""
-    last: dict[tuple[str | None, str], tuple[int, Address]] = {}
-    stale: dict[Address, int] = {}
-    for call, result in sorted(history.pairs.results.items()):
-        block = history.block(call)
-        key = (block.tool, block.text)
-        if key in last:
-            stale[last[key][1]] = call[0]
-        last[key] = (call[0], result)
-    return stale
-
-
 def _advise(
-    history: History,
-    at: Address,
-    size: int,
-    behind: int,
-    prices: Prices,
-    hot: bool,
-    again: int | None,
+    history: History, at: Address, answer: Answer, size: int, behind: int, prices: Prices
 ) -> Advice:
     message, block = history.messages[at[0]], history.block(at)
-    recoverable, why_back = _recoverable(message.role, block, again)
-    lifetime, why_long = _lifetime(history, at, block, again)
     evens = _break_even(size, behind, prices)
-    friendly = evens <= _SOON
     why_cache = (
         f"{behind} tokens stand behind it and would be written again; that is paid back after "
         f"{evens:.0f} calls"
@@ -152,69 +113,22 @@ def _advise(
     )
     if behind == 0:
         why_cache = "nothing stands behind it: evicting it costs the cache nothing"
-    visible, why_seen = _visible(message.role, block, recoverable)
-    verb, why = _verb(history, at, block, size, recoverable, lifetime, hot)
+    visible, why_seen = _visible(message.role, block, answer.recoverable)
+    why_back, why_long, why = answer.reasons
     return Advice(
         at[0],
         at[1],
         block.kind,
         block.tool,
         size,
-        recoverable,
-        lifetime,
+        answer.recoverable,
+        answer.lifetime,
         evens,
-        friendly,
+        evens <= _SOON,
         visible,
-        verb,
+        answer.verb,
         (why_back, why_long, why_cache, why_seen, why),
     )
-
-
-def _recoverable(role: str, block: Block, again: int | None) -> tuple[float, str]:
-    """Question 1."""
-    if again is not None:
-        return 1.0, f"the same call was made again in message {again}: the newer result replaces it"
-    if block.kind == "tool_use":
-        return block.recoverable, "the model can make the call again, but not know that it had"
-    if block.kind in THINKING_KINDS:
-        return block.recoverable, "the model can think it again from what it rests on"
-    if block.recoverable >= 1:
-        return block.recoverable, f"{block.tool or 'the client'} returns it once more when asked"
-    if block.recoverable > 0:
-        return block.recoverable, f"{block.tool or 'the tool'} may return something else next time"
-    if role == "user":
-        return 0.0, "a person wrote it: it never comes back"
-    return 0.0, "nothing can return it once more"
-
-
-def _lifetime(
-    history: History, at: Address, block: Block, again: int | None
-) -> tuple[Lifetime, str]:
-    """Question 2."""
-    message = history.messages[at[0]]
-    if at[0] < history.prefix:
-        return "forever", "instructions hold for every turn"
-    if message.note or block.kind == "compaction":
-        return "session", "it stands for what was evicted before"
-    if message.typed and block.kind in ("text", "image", "document"):
-        if _FOREVER.search(block.text):
-            return "forever", "it states a rule or a preference beyond this task"
-        return "session", "it states what the user wants"
-    if block.kind in THINKING_KINDS:
-        return "turn", "thinking serves the turn that it was thought in"
-    if block.kind == "tool_result" and again is not None:
-        return "turn", "a newer result of the same call is there"
-    if block.kind in ("tool_use", "tool_result") and _NOTES.search(block.tool or ""):
-        return "session", f"{block.tool} holds the agent's own notes or instructions"
-    if block.kind == "tool_result" and block.is_error:
-        return "session", "an error tells what not to try again"
-    if block.kind in ("tool_result", "shell", "file", "server_tool_result"):
-        return "turn", "its use is over once it has been acted on"
-    if block.kind == "tool_use":
-        return "session", "it tells what has been done"
-    if _DECISION.search(block.text):
-        return "session", "it holds a finding or a decision"
-    return "turn", "it comments on the work at hand"
 
 
 def _break_even(size: int, behind: int, prices: Prices) -> float:
@@ -239,40 +153,6 @@ def _visible(role: str, block: Block, recoverable: float) -> tuple[bool, str]:
     if block.kind in ("tool_use", *THINKING_KINDS):
         return False, "it is the agent's own working"
     return True, "users scroll back to answers: hide them, do not delete them"
-
-
-def _verb(
-    history: History,
-    at: Address,
-    block: Block,
-    size: int,
-    recoverable: float,
-    lifetime: Lifetime,
-    hot: bool,
-) -> tuple[Verb, str]:
-    """Return what follows from the answers."""
-    if at[0] in history.roots or block.protected:
-        return "keep", "a root: system, first or last user message, pinned, or an open call"
-    if hot:
-        return "keep", "one of the newest results: the work is with it"
-    if block.kind in THINKING_KINDS:
-        turn = history.last_user
-        if turn is not None and at[0] > turn:
-            return "keep", "signed thinking of the latest turn must stay as it is (I4)"
-        return "drop", "old thinking leaves whole; nothing refers to it"
-    if lifetime == "forever":
-        return "externalise", "write it to memory, so that it outlives the session, and keep it"
-    if block.kind in ("tool_result", "shell", "file", "server_tool_result"):
-        if size < _LARGE and recoverable < 1:
-            return "keep", "too small to be worth an edit"
-        if lifetime == "turn" and recoverable >= 1:
-            return "mask", "recoverable and used up: a placeholder for free"
-        return "externalise", "it cannot be had again for certain: store it, leave a pointer"
-    if block.kind == "tool_use":
-        if size >= _LARGE:
-            return "mask", "large arguments can be emptied once the result is there"
-        return "keep", "the call is the trace of what was done"
-    return "summarise", "its words can be said in fewer"
 
 
 def totals(found: list[Advice]) -> list[dict[str, Any]]:

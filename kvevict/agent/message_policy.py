@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Any, ClassVar, Literal
 
-from kvevict.agent.history import History, Message
+from kvevict.agent.history import Block, History, Message
 from kvevict.agent.store import Recall, Store
 from kvevict.agent.summarizers import SummaryInput
 from kvevict.errors import PolicyError
@@ -98,6 +98,7 @@ class Context:
         memory: the policy's own JSON state, kept between calls; a stage may write to it.
         failures: failures of the summariser in a row.
         sums: tokens of many messages; None adds up `size`.
+        block: tokens of one block; None asks `size`.
         min_gain: tokens that the stage that is being tried must free.
         refused: why that stage proposes nothing, in words; it writes here.
     """
@@ -109,6 +110,7 @@ class Context:
     memory: dict[str, Any]
     failures: int = 0
     sums: Callable[[Sequence[Message]], int] | None = None
+    block: Callable[[Block], int] | None = None
     min_gain: int = 0
     refused: list[str] = field(default_factory=list)
     _sums: dict[int, tuple[History, int]] = field(default_factory=dict)
@@ -123,6 +125,10 @@ class Context:
         if known is None or known[0] is not view:
             known = self._sums[id(view)] = (view, self.together(view.messages))
         return known[1]
+
+    def part(self, block: Block) -> int:
+        """Return the tokens of one block alone."""
+        return self.size(Message("user", (block,))) if self.block is None else self.block(block)
 
     def together(self, messages: Sequence[Message]) -> int:
         """Return the tokens of these messages."""

@@ -6,8 +6,9 @@ import json
 import pytest
 
 from kvevict.agent import memory
+from kvevict.agent.advise import advise
 from kvevict.agent.choosing import CLEARED
-from kvevict.agent.examples import login_bug
+from kvevict.agent.examples import login_bug, random_history
 from kvevict.agent.formats import to_normal
 from kvevict.agent.history import THINKING_KINDS
 from kvevict.agent.manager import HistoryManager
@@ -940,6 +941,62 @@ def test_shape_masks_what_can_be_had_again_and_stores_what_cannot():
     out = results(prepared.messages)
     assert out[:10] == [CLEARED] * 10
     assert manager.store.restore(out[10:20]) == results(messages)[10:20]
+
+
+@pytest.mark.parametrize("seed", [None, *range(12)])
+def test_shape_does_exactly_what_advise_advises(seed):
+    messages = login_bug() if seed is None else random_history(seed, "openai-chat", 60)
+    history = to_normal(messages, "openai-chat")
+    advice = {(a.message, a.block): a for a in advise(history)}
+    manager = HistoryManager(
+        "shape:results=3,min_gain=1,mask_at=0.01,trigger=100%", "openai-chat", window=40_000
+    )
+    after = to_normal(manager.prepare(messages).messages, "openai-chat")
+    assert len(after) == len(history)
+    changed = {
+        at: after.block(at).text
+        for at in history.find("tool_result", "tool_use", "text")
+        if after.block(at).text != history.block(at).text
+    }
+    for at, text in changed.items():
+        verb = "externalise" if text.startswith("[Stored outside") else "mask"
+        assert advice[at].verb == verb, advice[at].reasons
+    for at, advised in advice.items():  # and all of it, where the edit makes it smaller
+        if advised.verb in ("mask", "externalise") and advised.tokens > 100:
+            assert at in changed or history.block(at).kind == "text"
+    assert changed or seed is not None
+
+
+def test_shape_empties_large_arguments_of_calls_that_have_their_result():
+    messages = [user("task"), *steps(12, 30)]
+    for message in messages[1::2]:
+        message["content"][-1]["input"] = {"path": "a.py", "new": "x" * 6_000}
+    manager = HistoryManager("shape:results=2,min_gain=100,mask_at=0.1,trigger=100%", window=60_000)
+    prepared = manager.prepare(messages)
+    inputs = [m["content"][-1]["input"] for m in prepared.messages[1::2]]
+    assert inputs[:10] == [{}] * 10
+    assert inputs[10:] == [m["content"][-1]["input"] for m in messages[21::2]]
+
+
+def test_shape_keeps_lasting_rules_verbatim_and_files_them():
+    rule = "From now on never touch the database. " * 20
+    old = "Always answer in French. " * 300
+    messages = [user("task"), *steps(5, 900), user(old), *steps(5, 900), user(rule)]
+    messages += [
+        *steps(40, 900, "ask_colleague", first=10),
+        user("go on"),
+        *steps(3, 900, first=60),
+    ]
+    manager = HistoryManager("shape:rules=500", window=30_000, max_output=2_000)
+    prepared = manager.prepare(messages)
+    assert "summarise_rest" in prepared.report.stages
+    said = json.dumps(prepared.messages)
+    assert user(rule) in prepared.messages
+    assert user(old) not in prepared.messages
+    assert "kvevict-store:" in said
+    assert said.count("Always answer in French.") <= 8  # its beginning, and a quote
+    held = json.dumps(manager.store.restore(prepared.messages))
+    assert json.dumps(old)[1:-1] in held
 
 
 def test_token_policies_are_the_very_same_keep():
