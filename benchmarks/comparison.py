@@ -26,6 +26,7 @@ KEY = ("trajectory", "kind", "policy", "level", "realisation", "budget")
 BY = ("fact_nll_by_carrier", "fact_nll_by_depth")
 MACHINE = ("machine", "torch", "transformers", "commit")
 COLUMNS = (*KEY, *MEASURES, *BY, *TURN, "run_seconds", *MACHINE)
+SHOWN_BUDGET = "0.5"
 SHOWN = ("message_recent", "message_sum", "message_density", "oracle", "mask_last_m", "codex")
 
 
@@ -161,7 +162,7 @@ def carriers(rows: list[Row]) -> str:
     heads = ["trajectory", "policy", "by", *names]
     found = []
     for row in rows:
-        if row["budget"] not in ("", "0.5") or not row["fact_nll_by_carrier"]:
+        if row["budget"] not in ("", SHOWN_BUDGET) or not row["fact_nll_by_carrier"]:
             continue
         shown = row["level"] != "message" or row["policy"] in SHOWN
         if not shown or row["realisation"] == "kv_reindex":
@@ -187,9 +188,7 @@ def tables(rows: list[Row]) -> dict[str, str]:
     """Return every table by the name of its marks."""
     found = {"runs": runs(rows), "granularity": granularity(rows)}
     found |= {"realisations": realisations(rows), "carriers": carriers(rows)}
-    for name in trajectories(rows):
-        parts = [f"**{b} of the rest**\n\n{comparison(rows, name, b)}" for b in budgets(rows, name)]
-        found[name] = "\n\n".join(parts)
+    found |= {name: comparison(rows, name, SHOWN_BUDGET) for name in trajectories(rows)}
     first = rows[0]
     found["machine"] = (
         f"{first['machine']}; torch {first['torch']}, transformers {first['transformers']}, "
