@@ -59,7 +59,8 @@ def plan(history: History, tokenizer: Any, turns: int = 4, max_context: int = 81
     fit: list[int] = []
     left_out = 0
     for place in said:
-        if place == 0 or not _droppable(messages[:place]):
+        empty = not messages[place]["content"].strip() and not messages[place].get("tool_calls")
+        if place == 0 or empty or not _droppable(messages[:place]):
             continue
         if len(render(messages[:place], tokenizer).ids) > max_context:
             left_out = sum(1 for x in said if x >= place)

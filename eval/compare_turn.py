@@ -26,6 +26,7 @@ from kvevict.models.realise import realise
 from kvevict.models.spans import Rendered, Turn, render
 
 _WINDOW = 32  # last queries that vote, for the window-scored policy
+_REPLY = {"role": "assistant", "content": "I see."}
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,8 @@ class TurnBench:
         steps: tokens of context after which the attention received is kept too.
 
     Raises:
-        HistoryError: a template whose rendering of the context changes with what follows.
+        HistoryError: a template whose rendering of the context changes with what follows, or a turn
+            without contents.
     """
 
     def __init__(
@@ -93,7 +95,9 @@ class TurnBench:
         count = len(self.context.ids)
         if whole.ids[:count] != self.context.ids:
             raise HistoryError("the chat template renders the context anew when a turn follows it")
-        block = next(b for b in whole.blocks if b.message == turn[0])
+        block = next((b for b in whole.blocks if b.message == turn[0]), None)
+        if block is None:
+            raise HistoryError(f"message {turn[0]} is empty: give a turn with something to score")
         end = min(whole.spans[turn[1] - 1].stop, block.start + protocol.target)
         self.target = whole.ids[count:end]
         self.scored = block.start - count
@@ -110,11 +114,14 @@ class TurnBench:
             a: message_scores(scores, spans, a) for a in ("sum", "density", "topk")
         }
         self.reference: Tensor | None = None
-        self._known: dict[Any, tuple[dict[str, Any], dict[str, Any], float]] = {}
+        self._known: dict[Any, tuple[dict[str, Any], dict[str, Any]]] = {}
 
     def render(self, history: History) -> Rendered:
-        """Render an edited history as the context was."""
-        return render(history, self.tokenizer, style=self.style)
+        """Render an edited history as the context was, or as it can be (roles that alternate)."""
+        try:
+            return render(history, self.tokenizer, style=self.style)
+        except HistoryError:
+            return render(history, self.tokenizer)
 
     def _question(self, messages: Sequence[Turn], fact: Fact) -> tuple[tuple[int, ...], int]:
         """Return the tokens of question and answer, and how many of them are the code."""
@@ -122,28 +129,44 @@ class TurnBench:
             {"role": "user", "content": fact.question},
             {"role": "assistant", "content": fact.opening + fact.code},
         ]
-        found = render([*messages, *asked], self.tokenizer, style=self.style)
-        block = next(b for b in found.blocks if b.message == len(messages) + 1)
-        start = block.stop
+        count = len(self.context.ids)
+        for before in ([], [_REPLY]):  # where roles alternate, a reply stands between two users
+            shown = [*messages, *before, *asked]
+            try:
+                found = render(shown, self.tokenizer, style=self.style)
+            except HistoryError:
+                continue
+            if found.ids[:count] == self.context.ids:
+                break
+        else:
+            raise HistoryError(
+                "the chat template renders the context anew when a question follows it: leave out "
+                "the facts (--no-facts)"
+            )
+        block = next(b for b in found.blocks if b.message == len(shown) - 1)
+        start = block.stop - 1
         while self.tokenizer.decode(found.ids[start : block.stop]).strip() != fact.code:
             start -= 1
-        return found.ids[len(self.context.ids) : block.stop], block.stop - start
+            if start <= block.start:
+                raise HistoryError(f"no tokens of their own for {fact.code}: leave out the facts")
+        return found.ids[count : block.stop], block.stop - start
 
     def _prefill(self, steps: Sequence[int]) -> MessageAlignedCache:
         """Read the context, and note the attention received at every step and at the end."""
         ids, chunk = self.context.ids, self.protocol.chunk
         longest = max([len(self.target), *(len(q[1]) for q in self.questions)])
         cache = MessageAlignedCache(self.model, len(ids) + longest + 256)
-        for step in sorted({*(s for s in steps if s < len(ids)), len(ids)}):
-            cut = max(cache.stored, step - _WINDOW)
-            cache.append(ids[cache.stored : cut], chunk=chunk, extend=True)
-            before = [x.score[0, :, :cut].clone() for x in cache.ranked_layers()] if cut else []
-            cache.append(ids[cut:step], chunk=chunk, extend=True)
-            sums = [x.score[0, :, :step].clone() for x in cache.ranked_layers()]
-            window = [s.clone() for s in sums]
-            for now, old in zip(window, before, strict=False):
+        ends = sorted({*(s for s in steps if s < len(ids)), len(ids)})
+        known: dict[int, list[Tensor]] = {}  # sums by tokens read
+        for stop in sorted({*ends, *(max(0, e - _WINDOW) for e in ends)}):
+            cache.append(ids[cache.stored : stop], chunk=chunk, extend=True)
+            known[stop] = [x.score[0, :, :stop].clone() for x in cache.ranked_layers() if stop]
+        for end in ends:
+            cut = max(0, end - _WINDOW)
+            window = [s.clone() for s in known[end]]
+            for now, old in zip(window, known[cut], strict=False):
                 now[:, :cut] -= old
-            self.prefills.append(Prefill(sums, window, step))
+            self.prefills.append(Prefill(known[end], window, end))
         cache.regroup(self.parts)
         return cache
 
@@ -240,26 +263,27 @@ class TurnBench:
         for name, choice in choices.all_choices(self.what, budget, *given):
             rendered = self.render(choice.history)
             parts = rendered.parts()
+            became = choices.states(self.history, choice.history)
+            kept = self._stay(became)
             for how in self.protocol.realisations:
                 began = time.perf_counter()
                 row = {"policy": name, "level": "message", "realisation": how, "budget": share}
                 row |= {"budget_tokens": budget, "setting": choice.setting}
                 row["fits"] = len(rendered.ids) <= budget
-                row["states"] = choices.states(self.history, choice.history)
+                row["states"] = became
+                mass = float(self.mass[kept].sum() / self.mass.sum())
                 key = (how, tuple(parts))
                 if key in self._known:  # the same request by another name or budget
-                    cost, scored, mass = self._known[key]
+                    cost, scored = self._known[key]
                     self._add(found, row | cost, self.full, mass, began, scored)
                     continue
                 cache = copy.deepcopy(self.full)
                 with cache.unscored():
                     done = realise(cache, parts, how, chunk=self.protocol.chunk)
-                kept = self._stay(parts)
-                mass = float(self.mass[kept].sum() / self.mass.sum())
                 cost = {"kept_tokens": cache.stored, "recomputed_tokens": done.recomputed}
                 cost["mass_bound"] = self.mass_bound(int(kept.sum()))
                 scored = self._add(found, row | cost, cache, mass, began)
-                self._known[key] = (cost, scored, mass)
+                self._known[key] = (cost, scored)
 
     def mass_bound(self, tokens: int) -> float:
         """Return the most attention mass that so many tokens could hold, roots among them (P3)."""
@@ -271,16 +295,11 @@ class TurnBench:
         most = self.mass[root].sum() + rest[: max(0, tokens - int(root.sum()))].sum()
         return float(most / self.mass.sum())
 
-    def _stay(self, parts: Sequence[tuple[int, ...]]) -> np.ndarray:
+    def _stay(self, states: Sequence[str]) -> np.ndarray:
         """Return bool `[tokens]`: whether a token's message is still there as it was."""
-        left = [p for p in parts if p]
         stay = np.zeros(len(self.context.ids), dtype=bool)
-        at = 0
-        for part in self.parts:
-            if part in left:
-                left = left[left.index(part) + 1 :]
-                stay[at : at + len(part)] = True
-            at += len(part)
+        for span, state in zip(self.context.spans, states, strict=True):
+            stay[span.start : span.stop] = state == "kept"
         return stay
 
     # -- oracle -----------------------------------------------------------------------------------

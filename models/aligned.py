@@ -49,6 +49,9 @@ class Piece:
 class MessageAlignedCache(EvictionCache):
     """Keys and values of one sequence, in pieces that leave whole.
 
+    It is fed by its own methods alone. A forward that fails leaves it as it was, but for the scores
+    that some layers have added.
+
     Args:
         model: a patched model, full attention in every layer.
         capacity: most tokens ever stored; feeding more is refused rather than cut.
@@ -64,7 +67,7 @@ class MessageAlignedCache(EvictionCache):
     pieces: list[Piece]
 
     def __init__(self, model: Any, capacity: int) -> None:
-        super().__init__(model, H2O(heavy=capacity, recent=1), positions="original")
+        super().__init__(model, H2O(heavy=capacity, recent=0), positions="original")
         if not all(isinstance(x, RankedLayer) for x in self.layers):
             raise UnsupportedModelError(
                 f"{self._config.model_type}: whole messages leave only where every layer has full "
@@ -124,7 +127,8 @@ class MessageAlignedCache(EvictionCache):
         Args:
             ids: its tokens.
             chunk: tokens a forward.
-            logits: of how many of its last tokens to return; those of others are not computed.
+            logits: of how many of its last tokens to return, at least 1; those of others are not
+                computed.
             extend: whether it is the rest of the last piece.
 
         Returns:
@@ -149,7 +153,11 @@ class MessageAlignedCache(EvictionCache):
 
         Raises:
             BudgetError: more tokens than fit; nothing was fed.
+            ValueError: a chunk or a number of logits below 1.
         """
+        for name, value in (("chunk", chunk), ("logits", logits)):
+            if value < 1:
+                raise ValueError(f"{name}={value}: give at least 1")
         spans = [tuple(int(i) for i in p) for p in parts]
         ids = [i for p in spans for i in p]
         if not ids:
@@ -161,7 +169,18 @@ class MessageAlignedCache(EvictionCache):
                 self.stored + len(ids),
             )
         start, born = self.next_position, self.fed_tokens
-        out = self._feed(ids, chunk, logits)
+        point = self.checkpoint()
+        self._feeding = True
+        try:
+            out = self._feed(ids, chunk, logits)
+        except BaseException:  # also an interrupt: whole chunks may be stored, and half of one
+            for layer in self.ranked_layers():
+                layer._chunk = None
+            self._open = False
+            self.restore(point)
+            raise
+        finally:
+            self._feeding = False
         for index, part in enumerate(spans):
             if index == 0 and extend and self.pieces and self.pieces[-1].stop == start:
                 self.pieces[-1] = replace(self.pieces[-1], ids=self.pieces[-1].ids + part)
@@ -277,6 +296,7 @@ class MessageAlignedCache(EvictionCache):
             ):
                 buffer[:, :, span] = state
             layer.length = span.stop
+        tail = [replace(p, born=p.born + len(ids)) for p in tail]  # these queries did not see it
         shift = max(0, self.pieces[-1].stop - tail[0].start) if tail else 0
         position = self.ranked_layers()[0].position[0, 0, : first + sum(len(p.ids) for p in tail)]
         target = position.clone()
@@ -333,9 +353,20 @@ class MessageAlignedCache(EvictionCache):
         super()._start_over()
         self.pieces = []
         self.fed_tokens = 0
+        self._feeding = False
+
+    def save(self, folder: Any) -> None:
+        """Refuse: `ids` appended to a new cache give it again.
+
+        Raises:
+            CacheError: always.
+        """
+        raise CacheError("a message-aligned cache is not saved: append its ids to a new one")
 
     def begin(self, handle: Any, rows: int, length: int, mask: Tensor | None, device: Any) -> Plan:
         """Announce a forward of one row without pads."""
+        if not self._feeding:
+            raise CacheError("a message-aligned cache is fed by its append(), not by the model")
         plan = super().begin(handle, rows, length, mask, device)
         if rows != 1 or plan.padded:
             raise CacheError("a message-aligned cache holds one row without pads")

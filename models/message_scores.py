@@ -18,6 +18,16 @@ from kvevict.errors import PolicyError
 Aggregate = Literal["sum", "density", "topk"]
 
 
+def check_aggregate(aggregate: str) -> None:
+    """Check the name of an aggregate.
+
+    Raises:
+        PolicyError: another than the three.
+    """
+    if aggregate not in get_args(Aggregate):
+        raise PolicyError(f"aggregate {aggregate!r}: give {', '.join(get_args(Aggregate))}")
+
+
 def token_scores(mass: np.ndarray, exposure: np.ndarray | None, sinks: int = 4) -> np.ndarray:
     """Return the attention per query that could see each token, float64 `[N]`; sinks get 0.
 
@@ -51,8 +61,7 @@ def message_scores(
     Raises:
         PolicyError: another aggregate.
     """
-    if aggregate not in get_args(Aggregate):
-        raise PolicyError(f"aggregate {aggregate!r}: give {', '.join(get_args(Aggregate))}")
+    check_aggregate(aggregate)
     found = np.zeros(len(spans))
     for index, (start, stop) in enumerate(spans):
         part = scores[start:stop]

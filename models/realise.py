@@ -11,8 +11,6 @@ agree with `text` where the end of the history leaves, and nowhere else.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
-from itertools import pairwise
 from typing import Literal, get_args
 
 from torch import Tensor
@@ -31,9 +29,9 @@ class Realised:
 
     Attributes:
         fed: tokens computed.
-        appended: of these, tokens of parts at the end that the cache had not stored before.
+        appended: of these, tokens of the new parts at the end.
         recomputed: `fed - appended`: what the eviction itself cost, prompt-cache writes included.
-        dropped: tokens that left.
+        dropped: tokens of messages that left or changed.
         turned: tokens whose keys were turned to another position.
         logits: float32 `[1, V]` after the last token, None where nothing was fed at the end.
     """
@@ -50,7 +48,7 @@ class Realised:
         return self.fed - self.appended
 
 
-def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+def common_prefix(a: Sequence[object], b: Sequence[object]) -> int:
     """Return the length of the longest common prefix."""
     for index, (x, y) in enumerate(zip(a, b, strict=False)):
         if x != y:
@@ -82,7 +80,7 @@ def realise(
         cache: with the history before the edit, one piece a part; changed in place.
         parts: the edited history's spans, each its tokens; empty ones are left out.
         how: "text", "kv" or "kv_reindex".
-        new: parts at the end that the history did not have before.
+        new: parts at the end that the history did not have before; they are always computed.
         chunk: tokens a forward.
 
     Raises:
@@ -90,35 +88,54 @@ def realise(
     """
     check_realisation(how)
     cut = len(parts) - new
-    old, fresh_parts = ([p for p in x if p] for x in (parts[:cut], parts[cut:]))
-    fresh = sum(map(len, fresh_parts))
+    old, fresh = ([p for p in x if p] for x in (parts[:cut], parts[cut:]))
+    kept = _kept([p.ids for p in cache.pieces], old)
+    left = cache.stored - sum(len(cache.pieces[i].ids) for i in kept)
     before = cache.fed_tokens
-    stored = cache.stored
     if how == "text":
-        logits, turned = _by_text(cache, [*old, *fresh_parts], chunk)
+        logits, turned = _by_text(cache, old, fresh, chunk), 0
     else:
-        logits, turned = _by_kv(cache, old, fresh_parts, how, chunk)
-    fed = cache.fed_tokens - before
-    dropped = stored + fed - cache.stored
-    return Realised(fed, min(fresh, fed), dropped, turned, logits)
+        logits, turned = _by_kv(cache, old, fresh, kept, how, chunk)
+    return Realised(cache.fed_tokens - before, sum(map(len, fresh)), left, turned, logits)
+
+
+def _kept(old: Sequence[Part], parts: Sequence[Part]) -> dict[int, int]:
+    """Return which pieces stay as which parts: the most tokens that can stay, in order."""
+    start = common_prefix(old, parts)
+    kept = {i: i for i in range(start)}
+    rest, goal = old[start:], parts[start:]
+    end = common_prefix(rest[::-1], goal[::-1])
+    kept |= {len(old) - i: len(parts) - i for i in range(end, 0, -1)}
+    rest, goal = rest[: len(rest) - end], goal[: len(goal) - end]
+    best = [[0] * (len(goal) + 1) for _ in range(len(rest) + 1)]  # tokens from (piece, part) on
+    for i in reversed(range(len(rest))):
+        for j in reversed(range(len(goal))):
+            same = len(rest[i]) + best[i + 1][j + 1] if rest[i] == goal[j] else 0
+            best[i][j] = max(same, best[i + 1][j], best[i][j + 1])
+    i = j = 0
+    while i < len(rest) and j < len(goal):
+        if rest[i] == goal[j] and best[i][j] == len(rest[i]) + best[i + 1][j + 1]:
+            kept[start + i] = start + j
+            i, j = i + 1, j + 1
+        elif best[i][j] == best[i + 1][j]:
+            i += 1
+        else:
+            j += 1
+    return kept
 
 
 def _by_text(
-    cache: MessageAlignedCache, parts: Sequence[Part], chunk: int
-) -> tuple[Tensor | None, int]:
+    cache: MessageAlignedCache, old: Sequence[Part], fresh: Sequence[Part], chunk: int
+) -> Tensor | None:
     """Compute all from the first token that differs on; whatever has a gap, from the gap on."""
-    wanted = [i for part in parts for i in part]
-    shared = min(common_prefix(cache.ids, wanted), _without_gap(cache))
+    parts = [*old, *fresh]
+    known = [i for part in old for i in part]
+    shared = min(common_prefix(cache.ids, known), _without_gap(cache))
     cache.rewind(shared)
-    rest, at, extend = [], 0, False
-    for part in parts:
-        known = min(max(shared - at, 0), len(part))
-        at += len(part)
-        if known < len(part):
-            extend = extend or known > 0
-            rest.append(part[known:])
-    logits = cache.append_all(rest, chunk=chunk, extend=extend)
-    return logits, 0
+    rest = [*known[shared:], *(i for part in fresh for i in part)]
+    logits = cache.append(rest, chunk=chunk)
+    cache.regroup(parts)
+    return logits
 
 
 def _without_gap(cache: MessageAlignedCache) -> int:
@@ -132,25 +149,24 @@ def _without_gap(cache: MessageAlignedCache) -> int:
 
 
 def _by_kv(
-    cache: MessageAlignedCache, parts: Sequence[Part], fresh: Sequence[Part], how: str, chunk: int
+    cache: MessageAlignedCache,
+    parts: Sequence[Part],
+    fresh: Sequence[Part],
+    kept: dict[int, int],
+    how: str,
+    chunk: int,
 ) -> tuple[Tensor | None, int]:
-    old = [p.ids for p in cache.pieces]
-    match = SequenceMatcher(None, old, list(parts), autojunk=False).get_matching_blocks()
-    kept = {b.a + i: b.b + i for b in match for i in range(b.size)}  # piece -> part
-    cache.drop([i for i in range(len(old)) if i not in kept])
-    turned = cache.close_gaps() if how == "kv_reindex" and not _inserts(kept, len(parts)) else 0
-    last = max(kept.values(), default=-1)
-    stay = set(kept.values())
-    for place in range(last):
-        if place not in stay:
-            cache.insert(place, parts[place], chunk=chunk)
+    starts = {place: cache.pieces[i].start for i, place in kept.items()}
+    cache.drop([i for i in range(len(cache.pieces)) if i not in kept])
+    cache.rewind(cache.stored)  # nothing has read an end that left, so positions go on before it
+    last = max(starts, default=-1)
+    inserted = [place for place in range(last) if place not in starts]
+    if how == "kv_reindex" and not inserted:
+        cache.close_gaps()
+    for place in inserted:
+        cache.insert(place, parts[place], chunk=chunk)
     if how == "kv_reindex":
-        turned = max(turned, cache.close_gaps())
+        cache.close_gaps()
+    turned = sum(len(parts[i]) for i, start in starts.items() if cache.pieces[i].start != start)
     logits = cache.append_all([*parts[last + 1 :], *fresh], chunk=chunk)
     return logits, turned
-
-
-def _inserts(kept: dict[int, int], parts: int) -> bool:
-    """Whether a part comes to stand before one that stays."""
-    places = [-1, *sorted(kept.values())]
-    return any(b - a > 1 for a, b in pairwise(places)) and parts > 0

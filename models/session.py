@@ -6,6 +6,7 @@ turn computed again is reported.
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -21,9 +22,14 @@ from kvevict.agent.store import Store
 from kvevict.errors import BudgetError, HistoryError, NotPatchedError, PolicyError
 from kvevict.models.aligned import MessageAlignedCache
 from kvevict.models.counters import SpanCounter, message_key
-from kvevict.models.message_scores import Aggregate, message_scores, token_scores
+from kvevict.models.message_scores import (
+    Aggregate,
+    check_aggregate,
+    message_scores,
+    token_scores,
+)
 from kvevict.models.realise import check_realisation, realise
-from kvevict.models.spans import Rendered, Turn, chat_messages, render
+from kvevict.models.spans import Rendered, Turn, render
 
 Scores = Callable[[History], Sequence[float]]
 Choose = Callable[[Tensor], int]
@@ -37,7 +43,7 @@ class TurnReport:
         context: stored when the first token of the answer was chosen.
         new: of these, text that no earlier turn had.
         recomputed: old text that was computed again, a policy's own text among it.
-        evicted: tokens that left.
+        evicted: tokens of messages that left or changed.
         turned: tokens whose keys were turned to another position.
         generated: the answer.
         stages: what the policy did.
@@ -81,7 +87,7 @@ class AgentSession:
 
     Raises:
         NotPatchedError: a model that is not patched.
-        PolicyError: an unknown policy, realisation or score.
+        PolicyError: an unknown policy, realisation, score or aggregate, or numbers out of range.
         UnsupportedModelError: a layer without full attention.
     """
 
@@ -108,6 +114,9 @@ class AgentSession:
             raise PolicyError(f"score {score!r}: give rules, attention or a callable")
         if not 0 < max_output < window:
             raise PolicyError(f"max_output={max_output}: give 1 to {window - 1} (window - 1)")
+        if chunk < 1:
+            raise PolicyError(f"chunk={chunk}: give the tokens of a forward, at least 1")
+        check_aggregate(aggregate)
         self.model = model
         self.messages: list[Turn] = []
         self.reports: list[TurnReport] = []
@@ -142,8 +151,8 @@ class AgentSession:
         """
         given = [messages] if isinstance(messages, Mapping) else list(messages)
         to_normal([*self.messages, *given], "hf")
-        self.messages += [dict(m) for m in given]
-        self._new += [dict(m) for m in given]
+        self.messages += copy.deepcopy([dict(m) for m in given])
+        self._new += self.messages[len(self.messages) - len(given) :]
 
     def generate(
         self,
@@ -166,14 +175,18 @@ class AgentSession:
         Raises:
             BudgetError: the policy's roots and the answer do not fit the window; the history is
                 unchanged and the cache still holds the last turn.
-            HistoryError: nothing to answer, or a history that the template cannot render.
+            HistoryError: nothing to answer, a history that the template cannot render, or a
+                `parse` that gives no assistant's message; what was answered is forgotten.
+            ValueError: a `max_new_tokens` below 1.
         """
+        if max_new_tokens is not None and max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens={max_new_tokens}: give at least 1, or None")
         if not self.messages or self.messages[-1]["role"] == "assistant":
             raise HistoryError("nothing to answer: append a user's message or a tool's result")
         most = min(max_new_tokens or self.max_output, self.max_output)
         fresh = self._learn()
         prepared = self.manager.prepare(self.messages)
-        view, _ = chat_messages(prepared.messages)
+        view = list(prepared.messages)
         rendered = self._render(view, prompt=True)
         if len(rendered.ids) + most > (self.cache.capacity or 0):
             raise BudgetError(
@@ -187,7 +200,10 @@ class AgentSession:
         done = realise(self.cache, parts, self._how(parts, most), new=new, chunk=self._chunk)
         self._view, self._new = view, []
         context = self.cache.stored
-        ids = self._write(done.logits, most, choose or _greedy)
+        ids = self._write(done.logits, most, choose or _greedy, bool(rendered.tail))
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        message = parse(text) if parse else {"role": "assistant", "content": text}
+        self._finish(message)
         self.reports.append(
             TurnReport(
                 context,
@@ -199,9 +215,6 @@ class AgentSession:
                 prepared.report.stages,
             )
         )
-        text = self._tokenizer.decode(ids, skip_special_tokens=True)
-        message = parse(text) if parse else {"role": "assistant", "content": text}
-        self._finish(message)
         return message
 
     # -- inside -----------------------------------------------------------------------------------
@@ -271,11 +284,9 @@ class AgentSession:
         ahead = sum(len(p) for p in (Counter(parts) - held).elements()) + most
         return "kv" if self.cache.next_position + ahead <= limit else "kv_reindex"
 
-    def _write(
-        self, logits: Tensor | None, most: int, choose: Callable[[Tensor], int]
-    ) -> list[int]:
-        """Write the answer token by token; its end mark is not fed."""
-        assert logits is not None  # the template's opening or a new message was just fed
+    def _write(self, logits: Tensor | None, most: int, choose: Choose, opened: bool) -> list[int]:
+        """Write the answer token by token, behind its opening if any; its end mark is not fed."""
+        assert logits is not None  # the last part was just fed
         ends = _ends(self.model, self._tokenizer)
         ids: list[int] = []
         while len(ids) < most:
@@ -283,15 +294,19 @@ class AgentSession:
             if token in ends:
                 break
             ids.append(token)
-            logits = self.cache.append([token], extend=True)
+            logits = self.cache.append([token], extend=opened or len(ids) > 1)
             assert logits is not None
         return ids
 
     def _finish(self, message: Turn) -> None:
         """Keep the answer, and feed how the template ends it, where that is all that is missing."""
-        self.messages.append(message)
-        self._view = [*self._view, message]
-        part = self._render(self._view).parts()[-1]
+        if not isinstance(message, Mapping) or message.get("role") != "assistant":
+            raise HistoryError(f"parse gave {message!r}: give a message of role assistant")
+        kept = copy.deepcopy(dict(message))
+        to_normal([*self.messages, kept], "hf")
+        part = self._render([*self._view, kept]).parts()[-1]
+        self.messages.append(kept)
+        self._view = [*self._view, kept]
         held = self.cache.pieces[-1].ids
         rest = part[len(held) :]
         if part[: len(held)] == held and self.cache.stored + len(rest) <= (
@@ -305,7 +320,10 @@ def _greedy(logits: Tensor) -> int:
 
 
 def _trailing(parts: Sequence[tuple[int, ...]], fresh: list[tuple[int, ...]], tail: bool) -> int:
-    """Return how many parts at the end are new: the opening of the answer, and new messages."""
+    """Return how many parts at the end are new: the opening of the answer, and new messages.
+
+    At least one, whose logits the answer begins with: a turn that failed left its messages stored.
+    """
     left = Counter(fresh)
     count = int(tail)
     for part in reversed(parts[: len(parts) - count]):
@@ -313,7 +331,7 @@ def _trailing(parts: Sequence[tuple[int, ...]], fresh: list[tuple[int, ...]], ta
             break
         left[part] -= 1
         count += 1
-    return count
+    return max(count, 1)
 
 
 def _ends(model: Any, tokenizer: Any) -> set[int]:

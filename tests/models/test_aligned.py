@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from transformers import DynamicCache
 
 from kvevict import patch
-from kvevict.errors import BudgetError, PolicyError
+from kvevict.errors import BudgetError, CacheError, PolicyError
 from kvevict.models.aligned import MessageAlignedCache
+from kvevict.models.realise import _kept as kept_places
 from kvevict.models.realise import common_prefix, realise
 from kvevict.models.releases import cache_argument
 
@@ -234,3 +235,104 @@ def test_a_rewound_cache_goes_on_as_a_fresh_one(toy: Any, draw: Any) -> None:
         fresh = filled(toy, [parts[0], parts[1][:5]])
         a, b = cache.append(NEXT, logits=len(NEXT)), fresh.append(NEXT, logits=len(NEXT))
     assert torch.allclose(a, b, atol=2e-5)  # other chunk borders
+
+
+@pytest.mark.parametrize("how", ["kv", "kv_reindex"])
+def test_positions_go_on_where_the_end_of_the_history_left(toy: Any, draw: Any, how: str) -> None:
+    parts = parts_of(draw)
+    with patch(toy):
+        ours, never = filled(toy, parts), filled(toy, parts[:4])
+        done = realise(ours, [*parts[:4], tuple(NEXT)], how, new=1)
+        logits = never.append(NEXT)
+    assert ours.contiguous
+    assert done.logits is not None
+    assert torch.equal(done.logits, logits)
+
+
+@settings(max_examples=200)
+@given(st.lists(st.integers(0, 2), max_size=14), st.data())
+def test_what_only_leaves_is_never_computed_again(names: list[int], data: Any) -> None:
+    """Also among equal messages, such as results that say nothing."""
+    old = [(n,) * (n + 1) for n in names]
+    stays = data.draw(st.lists(st.booleans(), min_size=len(old), max_size=len(old)))
+    parts = [p for p, stay in zip(old, stays, strict=True) if stay]
+    found = kept_places(old, parts)
+    assert sorted(found.values()) == list(range(len(parts)))
+    assert all(old[i] == parts[j] for i, j in found.items())
+    assert [found[i] for i in sorted(found)] == sorted(found.values())
+
+
+def test_turned_are_the_keys_that_moved(toy: Any, draw: Any) -> None:
+    parts = parts_of(draw)
+    longer = [*parts[:3], tuple(range(1, 31)), *parts[4:]]
+    with patch(toy):
+        for how, wanted in (("kv", sum(SIZES[4:])), ("kv_reindex", sum(SIZES[4:]))):
+            assert realise(filled(toy, parts), longer, how).turned == wanted
+        assert realise(filled(toy, parts), parts[1:], "kv_reindex").turned == sum(SIZES[1:])
+
+
+@pytest.mark.parametrize("how", ["text", "kv", "kv_reindex"])
+def test_dropped_counts_the_same_in_every_realisation(toy: Any, draw: Any, how: str) -> None:
+    parts = parts_of(draw)
+    with patch(toy):
+        done = realise(filled(toy, parts), [parts[0], (7, 8), *parts[3:]], how)
+    assert done.dropped == SIZES[1] + SIZES[2]
+
+
+def test_text_leaves_a_piece_a_part(toy: Any, draw: Any) -> None:
+    ids = tuple(draw(12))
+    with patch(toy):
+        cache = filled(toy, [ids[:9]])
+        realise(cache, [ids[:4], ids[4:7], ids[7:]], "text")
+    assert [p.ids for p in cache.pieces] == [ids[:4], ids[4:7], ids[7:]]
+
+
+@pytest.mark.parametrize("layer", [0, 1])
+def test_a_forward_that_fails_leaves_the_cache_as_it_was(toy: Any, draw: Any, layer: int) -> None:
+    """In the second chunk, before or half-way through the layers: the first is stored already."""
+    parts, calls = parts_of(draw), []
+
+    def fails(*_: Any) -> None:
+        calls.append(1)
+        if len(calls) == 2:
+            raise RuntimeError("no memory")
+
+    with patch(toy):
+        cache, never = filled(toy, parts), filled(toy, parts)
+        hook = toy.model.layers[layer].register_forward_pre_hook(fails)
+        with pytest.raises(RuntimeError, match="no memory"):
+            cache.append(NEXT, chunk=4)
+        hook.remove()
+        assert cache.ids == never.ids
+        assert cache.next_position == never.next_position
+        assert cache.close_gaps() == 0
+        a, b = cache.append(NEXT, logits=8), never.append(NEXT, logits=8)
+    assert torch.equal(a, b)
+
+
+def test_what_would_lose_track_of_the_pieces_is_refused(toy: Any, draw: Any, tmp_path: Any) -> None:
+    with patch(toy):
+        cache = filled(toy, parts_of(draw), capacity=51)
+        assert cache.capacity == 51
+        with pytest.raises(CacheError, match="append"):
+            toy(torch.tensor([NEXT]), **{cache_argument(toy): cache})
+        with pytest.raises(CacheError, match="append"):
+            cache.save(tmp_path / "cache")
+        for wrong in ({"chunk": 0}, {"logits": 0}):
+            with pytest.raises(ValueError, match="at least 1"):
+                cache.append([5], **wrong)
+        cache.append([5])
+        with pytest.raises(BudgetError):
+            cache.append([6])
+    assert cache.stored == 51
+
+
+def test_what_is_inserted_does_not_read_what_stands_behind_it(toy: Any, draw: Any) -> None:
+    parts = parts_of(draw)
+    with patch(toy):
+        cache = filled(toy, parts)
+        before = cache.exposure()
+        cache.insert(2, NEXT)
+        after = cache.exposure()
+    assert (after[:14] == before[:14] + len(NEXT)).all()
+    assert (after[14 + len(NEXT) :] == before[14:]).all()

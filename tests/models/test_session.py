@@ -1,5 +1,6 @@
 """A running chat whose history a policy edits: what it computes again, and what it may hold."""
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvevict import patch
+from kvevict.agent.formats import to_normal
 from kvevict.errors import BudgetError, HistoryError, NotPatchedError, PolicyError
 from kvevict.models.realise import common_prefix
 from kvevict.models.session import AgentSession
@@ -224,7 +226,8 @@ def test_bad_use_is_refused_and_changes_nothing(bytes_model: Any, chat_tokenizer
     with pytest.raises(NotPatchedError, match="patch"):
         AgentSession(bytes_model, chat_tokenizer)
     with patch(bytes_model):
-        for wrong in ({"realisation": "magic"}, {"score": "guess"}, {"max_output": 4096}):
+        wrongs = ({"realisation": "magic"}, {"score": "guess"}, {"max_output": 4096})
+        for wrong in (*wrongs, {"aggregate": "median"}, {"chunk": 0}):
             with pytest.raises(PolicyError):
                 AgentSession(bytes_model, chat_tokenizer, **wrong)
         session = AgentSession(bytes_model, chat_tokenizer, "full", window=120, max_output=20)
@@ -234,10 +237,104 @@ def test_bad_use_is_refused_and_changes_nothing(bytes_model: Any, chat_tokenizer
             session.append([{"role": "user", "content": "fine"}, {"role": "nobody"}])
         assert session.messages == []
         session.append({"role": "user", "content": "y" * 300})
+        for most in (0, -3):
+            with pytest.raises(ValueError, match="max_new_tokens"):
+                session.generate(most)
         with pytest.raises(BudgetError, match="window"):
             session.generate()
         assert session.cache.stored == 0
         assert len(session.messages) == 1
+
+
+@pytest.mark.parametrize("how", ["text", "kv", "kv_reindex"])
+@pytest.mark.parametrize("place", [1, 4])
+def test_a_turn_that_failed_is_answered_by_the_next(
+    bytes_model: Any, chat_tokenizer: Any, how: str, place: int
+) -> None:
+    """`choose` fails at the first token or later; nothing of it stays, and no gap is left."""
+    choose, calls = letters(chat_tokenizer), []
+
+    def fails(logits: torch.Tensor) -> int:
+        calls.append(1)
+        if len(calls) == place:
+            raise ValueError("no choice")
+        return choose(logits)
+
+    with patch(bytes_model):
+        pair = [
+            AgentSession(
+                bytes_model, chat_tokenizer, window=WINDOW, max_output=OUTPUT, realisation=how
+            )
+            for _ in range(2)
+        ]
+        for session in pair:
+            session.append({"role": "user", "content": "Well?"})
+        with pytest.raises(ValueError, match="no choice"):
+            pair[0].generate(choose=fails)
+        answers = [s.generate(choose=choose) for s in pair]
+    assert answers[0] == answers[1]
+    assert pair[0].cache.ids == pair[1].cache.ids
+    assert pair[0].cache.contiguous
+    assert [len(s.reports) for s in pair] == [1, 1]
+
+
+@pytest.mark.parametrize("wrong", [None, {"role": "user", "content": "?"}, {"content": "A"}])
+def test_a_parse_that_gives_no_answer_changes_nothing(
+    bytes_model: Any, chat_tokenizer: Any, wrong: Any
+) -> None:
+    with patch(bytes_model):
+        session = AgentSession(bytes_model, chat_tokenizer, window=WINDOW, max_output=OUTPUT)
+        session.append({"role": "user", "content": "Well?"})
+        with pytest.raises(HistoryError, match="role assistant"):
+            session.generate(choose=letters(chat_tokenizer), parse=lambda text: wrong)
+        assert (len(session.messages), session.reports) == (1, [])
+        session.generate(choose=letters(chat_tokenizer))
+    assert len(session.messages) == 2
+
+
+def test_contents_in_parts_are_known_by_size_and_attention(
+    bytes_model: Any, chat_tokenizer: Any
+) -> None:
+    with patch(bytes_model):
+        session = AgentSession(
+            bytes_model, chat_tokenizer, "h2o", window=WINDOW, max_output=OUTPUT, score="attention"
+        )
+        given = {"role": "user", "content": [{"type": "text", "text": x} for x in ("One", "Two")]}
+        session.append(given)
+        given["content"].clear()  # the caller's own copy
+        session.generate(choose=letters(chat_tokenizer))
+        session.append({"role": "user", "content": "Go on."})
+        session._learn()
+        history = to_normal(session.messages, "hf")
+    assert len(history.messages[0].blocks) == 2
+    sizes = [s.size for s in session._render(session.messages).spans]
+    assert [session._counter.message(m) for m in history.messages] == sizes
+    scores = session._by_attention(history)
+    assert scores[2] > max(scores[:2]) > 0  # what was not read yet comes first
+
+
+def test_an_answer_without_an_opening_is_a_piece_of_its_own(
+    bytes_model: Any, chat_tokenizer: Any
+) -> None:
+    """A template without a generation prompt: the answer does not grow the user's message."""
+    tokenizer = copy.deepcopy(chat_tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}{{ '[' + m.content + ']' }}"
+        "{% else %}{{ ' ' + m.content | trim + eos_token }}{% endif %}{% endfor %}"
+    )
+    choose, calls = letters(tokenizer), []
+
+    def spaced(logits: torch.Tensor) -> int:
+        calls.append(1)
+        return tokenizer.encode(" ")[0] if len(calls) % OUTPUT == 1 else choose(logits)
+
+    with patch(bytes_model):
+        session = AgentSession(bytes_model, tokenizer, window=WINDOW, max_output=OUTPUT)
+        for turn in range(3):
+            session.append({"role": "user", "content": f"Question {turn}"})
+            session.generate(choose=spaced)
+    assert [r.recomputed for r in session.reports] == [0, 0, 0]
+    assert [r.evicted for r in session.reports] == [0, 0, 0]
 
 
 @pytest.mark.slow
