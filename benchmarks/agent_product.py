@@ -1,10 +1,17 @@
-"""The full product of random histories and message policies: every pair must hold I1 to I14.
+"""Random histories under message policies: every pair must hold I1 to I14.
 
     python benchmarks/agent_product.py --histories 10000            # all policies, hours
+    python benchmarks/agent_product.py --histories 10000 --draw 2   # two policies each, drawn
     python benchmarks/agent_product.py --histories 100 --seed 7     # a sample, minutes
 
-A pair is one history handed over as it grows, call by call, to one manager. Prints one JSON line
-per policy and exits with 1 where an invariant broke.
+A pair is one history handed over as it grows, call by call, to one manager. `--draw N` deals the
+policies like cards: N different ones to each history, all policies equally often. Checked on every
+call: the validator finds nothing (I1, I2, I4, I5, I7 to I9), atoms are whole (I3), signed thinking,
+system and last user message are there (I4, I6, I7), nothing changes without an action (I10), the
+same call again and the same state from JSON give the same bytes (I11), a request beyond the window
+only where the floor fits (I12), nothing is inflated (I13), a summariser that fails changes nothing
+(I14), and what was handed over is untouched. Prints one JSON line per policy and one for all, and
+exits with 1 where an invariant broke.
 """
 
 from __future__ import annotations
@@ -16,7 +23,7 @@ import json
 import random
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvevict.agent.examples import random_history
@@ -63,7 +70,8 @@ def check_pair(
     rng = random.Random(seed)
     output = window // 8
     kwargs: dict[str, Any] = {"format": format, "window": window, "max_output": output}
-    if rng.random() < 0.15:
+    fails = rng.random() < 0.15
+    if fails:
         kwargs["summarizer"] = rng.choice((failing, lambda m, b: "", lambda m, b: ("cut", False)))
     manager = HistoryManager(policy, **kwargs)
     original = copy.deepcopy(history)
@@ -87,12 +95,20 @@ def check_pair(
         acted = previous is None or any(a.done for a in report.actions)
         if not acted and common_prefix(previous, prepared.messages) != len(previous):
             yield f"{end}: I10, no action but another prefix"
-        if report.tokens > window and report.floor_tokens > window:
-            yield f"{end}: I12, the floor {report.floor_tokens} does not fit"
+        roots = sum(manager.counter.message(after.messages[i]) for i in manager.policy.roots(after))
+        if report.tokens > window and roots > window:
+            yield f"{end}: I12, the floor {roots} does not fit"
+        if not 0 < report.floor_tokens <= report.tokens:
+            yield f"{end}: I12, a floor of {report.floor_tokens} in {report.tokens} tokens"
+        summaries = [a.stage for a in report.actions if a.done and a.verb == "summarise"]
+        if fails and summaries:
+            yield f"{end}: I14, {summaries[0]} acted although every summary failed"
         added = ("memory_warning", "warning")
         if report.freed_tokens < 0 and not set(added) & set(report.stages):
             yield f"{end}: I13, {report.freed_tokens} tokens freed"
-        yield from _roots(to_normal(history[:end], format), after, end)
+        before = to_normal(history[:end], format)
+        yield from _roots(before, after, end)
+        yield from _atoms(before, after, end)
         again = manager.prepare(history[:end])
         if _text(again.messages) != _text(prepared.messages):
             yield f"{end}: I11, a second prepare differs"
@@ -132,37 +148,78 @@ def _roots(before: Any, after: Any, end: int) -> Iterator[str]:
                 yield f"{end}: I4, thinking of the last response went"
 
 
+def _atoms(before: Any, after: Any, end: int) -> Iterator[str]:
+    """I3: of the calls of one response all are there or none."""
+    kept = {b.call_id for m in after.messages for b in m.calls}
+    for group in before.groups:
+        names = [b.call_id for m in before.messages[group.start : group.stop] for b in m.calls]
+        there = [name in kept for name in names if name is not None]
+        if any(there) and not all(there):
+            yield f"{end}: I3, the calls {names} were split"
+
+
 def _text(messages: Any) -> str:
     return json.dumps(messages, ensure_ascii=True)
 
 
+def deal(policies: Sequence[str], draw: int, seed: int) -> Iterator[list[str]]:
+    """Return the policies of one history after the other: `draw` different ones, all in turn."""
+    rng = random.Random(seed)
+    deck: list[str] = []
+    while True:
+        hand: list[str] = []
+        while len(hand) < draw:
+            if not deck:
+                deck = rng.sample(policies, len(policies))
+            hand.append(deck.pop(next(i for i, p in enumerate(deck) if p not in hand)))
+        yield hand
+
+
+def run_pair(history: Any, name: str, format: str, seed: int) -> list[str]:
+    """Check one pair and return what broke."""
+    policy = EAGER.get(name, name) if seed % 3 else name
+    window = (1_000, 2_000, 4_000)[seed // 4 % 3]
+    try:
+        found = list(check_pair(history, policy, format, window, seed))
+    except Exception as error:  # any crash is a finding of this script
+        found = [f"{type(error).__name__}: {error}"]
+    return [f"seed {seed} {format} {policy} window {window}: {f}" for f in found]
+
+
 def main() -> int:
-    """Run the product and print one line per policy."""
+    """Run the product, or a sample of it, and print one line per policy."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--histories", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--messages", type=int, default=24)
     parser.add_argument("--policy", action="append")
+    parser.add_argument("--draw", type=int, help="policies a history; all of them by default")
+    parser.add_argument("--minutes", type=float, help="stop after so long, with what was done")
     args = parser.parse_args()
-    broken = 0
-    for name in args.policy or message_policies():
-        started = time.perf_counter()
-        failures: list[str] = []
-        for n in range(args.histories):
-            seed = args.seed + n
-            format = FORMATS[seed % len(FORMATS)]
-            history = random_history(seed, format, args.messages)
-            policy = EAGER.get(name, name) if seed % 3 else name
-            window = (1_000, 2_000, 4_000)[seed // 4 % 3]
-            try:
-                found = list(check_pair(history, policy, format, window, seed))
-            except Exception as error:  # any crash is a finding of this script
-                found = [f"{type(error).__name__}: {error}"]
-            failures += [f"seed {seed} {format} {policy} window {window}: {f}" for f in found]
-        broken += len(failures)
-        row = {"policy": name, "pairs": args.histories, "broken": len(failures)}
-        row |= {"seconds": round(time.perf_counter() - started, 2), "examples": failures[:5]}
-        print(json.dumps(row), flush=True)
+    names = args.policy or list(message_policies())
+    started = time.perf_counter()
+    pairs: collections.Counter[str] = collections.Counter()
+    failures: dict[str, list[str]] = collections.defaultdict(list)
+    hands = deal(names, min(args.draw or len(names), len(names)), args.seed)
+    done = 0
+    for seed in range(args.seed, args.seed + args.histories):
+        if args.minutes and time.perf_counter() - started > 60 * args.minutes:
+            break
+        format = FORMATS[seed % len(FORMATS)]
+        history = random_history(seed, format, args.messages)
+        for name in next(hands):
+            pairs[name] += 1
+            failures[name] += run_pair(history, name, format, seed)
+            for line in failures[name][-1:] if len(failures[name]) == 1 else ():
+                print(line, file=sys.stderr, flush=True)
+        done += 1
+    for name in names:
+        row = {"policy": name, "pairs": pairs[name], "broken": len(failures[name])}
+        print(json.dumps({**row, "examples": failures[name][:5]}), flush=True)
+    broken = sum(map(len, failures.values()))
+    seconds = round(time.perf_counter() - started, 1)
+    row = {"histories": done, "pairs": pairs.total(), "policies": len(pairs), "broken": broken}
+    print(json.dumps({**row, "seconds": seconds, "cpu": round(time.process_time(), 1)}))
     return 1 if broken else 0
 
 

@@ -29,7 +29,7 @@ class Call:
         self.summaries: list[tuple[int, int]] = []
         self.notes: list[Action] = []
         fixed = overhead(view, manager.counter)
-        estimate = sum(map(manager._size, view.messages)) + fixed
+        estimate = manager._together(view.messages) + fixed
         total = anchored.predict(view.messages, fixed) if anchored.anchor else estimate
         limits = Limits(manager.window, manager.max_output, fixed + total - estimate)
         services = Services(
@@ -42,7 +42,15 @@ class Call:
         )
         wishes = [wish for wish in self.state.pending if "force" in wish]
         moment = Moment(len(manager._intake.full), **wishes[-1]) if wishes else Moment(len(view))
-        self.context = Context(limits, services, moment, manager._size, memory)
+        self.context = Context(
+            limits,
+            services,
+            moment,
+            manager._size,
+            memory,
+            sums=manager._together,
+            block=manager._part,
+        )
 
     def summarise(
         self, request: SummaryInput, budget: int, limit: int, wrap: Callable[[str], str]

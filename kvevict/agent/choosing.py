@@ -99,7 +99,7 @@ def anchors(view: History, first_user: bool = False, last_group: bool = False) -
     keep = {
         i
         for i, m in enumerate(view.messages)
-        if m.role in ("system", "developer") or any(b.protected for b in m.blocks)
+        if m.role == "system" or m.role == "developer" or m.protected
     }
     users = real_users(view) or list(view.users)
     if users:
@@ -154,6 +154,7 @@ def steps(view: History) -> list[int]:
     return [g for g, group in enumerate(view.groups) if group.role == "assistant"]
 
 
+@cache
 def tool_name(name: str | None) -> str:
     """Return a tool's name in lower case without separators."""
     return "".join(ch for ch in (name or "").lower() if ch.isalnum())
@@ -184,6 +185,8 @@ def outputs(
 
 def is_masked(block: Block) -> bool:
     """Whether a result's content is gone already."""
+    if not block.edits and not block.text.startswith(("[", "<", "O")):
+        return False
     if "mask" in block.edits:
         return True
     text = block.text

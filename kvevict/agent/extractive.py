@@ -20,6 +20,9 @@ _TELLING = re.compile(
     r"|错误|修复|决定|必须|下一步|待办",
     re.IGNORECASE,
 )
+_COMING = re.compile(r"next|todo|remain|need|下一步|待办", re.IGNORECASE)
+_ERROR = re.compile(r"\b(?:error|exception|failed|traceback|401|404|500)\b", re.IGNORECASE)
+_TELLINGS, _COMINGS, _ERRORS = 20, 6, 8  # most lines of each kind
 
 
 def extractive(messages: Sequence[Plain], budget: int) -> str:
@@ -83,31 +86,39 @@ def _facts(span: Sequence[Plain], previous: str) -> dict[str, list[str]]:
     users = [m["content"] for m in span if m["role"] == "user" and m["content"].strip()]
     said = [m["content"] for m in span if m["role"] == "assistant" and m["content"].strip()]
     results = [m["content"] for m in span if m["role"] == "tool"]
-    sentences = [
-        s.strip() for text in reversed(said) for s in _sentences(text) if _TELLING.search(s)
-    ]
-    errors = [
-        line.strip()
-        for text in reversed(results)
-        for line in text.splitlines()
-        if re.search(r"\b(?:error|exception|failed|traceback|401|404|500)\b", line, re.IGNORECASE)
-    ]
+    telling: dict[str, None] = {}
+    coming: list[str] = []
+    for text in reversed(said):  # newest first, and no further than there is room for
+        if len(telling) >= _TELLINGS and len(coming) >= _COMINGS:
+            break
+        for sentence in _sentences(text):
+            if _TELLING.search(sentence):
+                line = _one_line(sentence)
+                if len(telling) < _TELLINGS:
+                    telling[line] = None
+                if len(coming) < _COMINGS and _COMING.search(sentence):
+                    coming.append(line)
+    errors: dict[str, None] = {}
+    for text in reversed(results):
+        if len(errors) >= _ERRORS:
+            break
+        if _ERROR.search(text):
+            for line in text.splitlines():
+                if len(errors) < _ERRORS and _ERROR.search(line):
+                    errors[line.strip()] = None
     named = Counter(found for m in span for found in _FILE.findall(m["content"][:4_000]))
     tools = Counter(
         found for text in said for found in re.findall(r"^\[called ([\w.-]+)", text, re.MULTILINE)
     )
-    coming = [
-        s for s in sentences if re.search(r"next|todo|remain|need|下一步|待办", s, re.IGNORECASE)
-    ]
     return {
         "goal": [_one_line(users[0])] if users else [],
         "users": [_one_line(text) for text in users],
-        "telling": list(dict.fromkeys(map(_one_line, sentences)))[:20],
-        "errors": list(dict.fromkeys(errors))[:8],
+        "telling": list(telling),
+        "errors": list(errors),
         "files": [name for name, _ in sorted(named.items(), key=lambda kv: (-kv[1], kv[0]))[:20]],
         "tools": [f"{name} x{n}" for name, n in sorted(tools.items())],
         "state": [_one_line(said[-1])] if said else [],
-        "next": [_one_line(s) for s in coming[:6]],
+        "next": coming,
         "previous": [
             line.strip("- ")
             for line in previous.splitlines()

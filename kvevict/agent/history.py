@@ -161,11 +161,9 @@ class Message:
     @property
     def typed(self) -> bool:
         """Whether a user wrote (part of) this message: not a tool result, not inserted here."""
-        return (
-            self.role == "user"
-            and not self.note
-            and any(b.kind in TYPED_KINDS for b in self.blocks)
-        )
+        if self.role != "user" or self.note:
+            return False
+        return any(b.kind in TYPED_KINDS for b in self.blocks)
 
     @property
     def text(self) -> str:
@@ -175,7 +173,10 @@ class Message:
     @property
     def protected(self) -> bool:
         """Whether any block is pinned."""
-        return any(b.protected for b in self.blocks)
+        for block in self.blocks:  # noqa: SIM110  (a generator each costs 0.3 ms a call)
+            if block.protected:
+                return True
+        return False
 
 
 @dataclass(frozen=True)
@@ -298,12 +299,22 @@ class History:
 
     def find(self, *kinds: str) -> list[Address]:
         """Return the addresses of all blocks of these kinds, in order."""
-        return [
-            (m, b)
-            for m, message in enumerate(self.messages)
-            for b, block in enumerate(message.blocks)
-            if block.kind in kinds
-        ]
+        if len(kinds) == 1:
+            return list(self._by_kind.get(kinds[0], ()))
+        return sorted(at for kind in {*kinds} for at in self._by_kind.get(kind, ()))
+
+    @cached_property
+    def _by_kind(self) -> dict[str, list[Address]]:
+        """Addresses by kind; every policy and the validator ask for several kinds."""
+        found: dict[str, list[Address]] = {}
+        for m, message in enumerate(self.messages):
+            for b, block in enumerate(message.blocks):
+                at = (m, b)
+                if block.kind in found:
+                    found[block.kind].append(at)
+                else:
+                    found[block.kind] = [at]
+        return found
 
     def block(self, at: Address) -> Block:
         """Return the block at an address."""

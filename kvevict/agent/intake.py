@@ -196,6 +196,43 @@ def tail_of(history: History, start: int) -> tuple[History, int]:
     return replace(history, messages=(*lead, *history.messages[start:])), len(lead)
 
 
+def changed_part(old: History, new: History) -> tuple[History, History]:
+    """Return the parts of two histories on which `compare` finds what it would find on the whole.
+
+    Where the edit changed texts in place (the same calls, results and atoms) these are the changed
+    atoms and the last turn, else everything from the first changed atom on; each behind the system
+    prefix and a user message.
+    """
+    pairs = zip(old.messages, new.messages, strict=False)
+    changed = [i for i, (a, b) in enumerate(pairs) if a is not b]
+    groups = vars(new).get("groups")
+    if groups is not None and groups is vars(old).get("groups") and changed:
+        return _atoms_of(old, new, changed)
+    first = changed[0] if changed else min(len(old), len(new))
+    start = atom_before(old, first) if len(old) else 0
+    before, lead = tail_of(old, start)
+    if before is old:
+        return old, new
+    return before, replace(new, messages=(*before.messages[:lead], *new.messages[start:]))
+
+
+def _atoms_of(old: History, new: History, changed: list[int]) -> tuple[History, History]:
+    numbers = {int(old.group_index[i]) for i in changed}
+    numbers.add(len(old.groups) - 1)
+    users = old.users
+    numbers.update(int(old.group_index[i]) for i in (users[:1] + users[-1:]))
+    places = list(range(old.prefix))
+    places += [
+        i
+        for g in sorted(numbers)
+        for i in range(max(old.prefix, old.groups[g].start), old.groups[g].stop)
+    ]
+    return (
+        replace(old, messages=tuple(old.messages[i] for i in places)),
+        replace(new, messages=tuple(new.messages[i] for i in places)),
+    )
+
+
 def atom_before(history: History, message: int) -> int:
     """Return the first message of the atom that holds a message, or of the last one."""
     if not history.groups:

@@ -10,8 +10,8 @@ from typing import Any
 
 from kvevict.agent.call import Call
 from kvevict.agent.formats import from_normal
-from kvevict.agent.history import History, Message
-from kvevict.agent.intake import Intake, atom_before, check_from, grown, tail_of
+from kvevict.agent.history import Block, History, Message
+from kvevict.agent.intake import Intake, atom_before, changed_part, check_from, grown
 from kvevict.agent.manager_state import ManagerState
 from kvevict.agent.message_policy import (
     MessagePolicy,
@@ -206,7 +206,7 @@ class HistoryManager:
         state.memory, state.pending, state.anchor = call.context.memory, [], anchored.anchor
         reused = self._reused(first, view)
         self._violations = check_from(view, atom_before(view, reused), self._violations)
-        prefix = sum(map(self._size, view.messages[:reused]))
+        prefix = self._together(view.messages[:reused])
         report = Report(
             tokens=tokens,
             freed_tokens=context.estimate(first) - context.estimate(view),
@@ -246,16 +246,7 @@ class HistoryManager:
         Raises:
             HistoryError: with the place and the invariant.
         """
-        first = next(
-            (i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a is not b),
-            min(len(old), len(new)),
-        )
-        start = atom_before(old, first) if len(old) else 0
-        before, lead = tail_of(old, start)
-        after = new
-        if before is not old:
-            after = replace(new, messages=(*before.messages[:lead], *new.messages[start:]))
-        broken = compare(before, after)
+        broken = compare(*changed_part(old, new))
         if broken:
             v = broken[0]
             raise HistoryError(
@@ -298,6 +289,22 @@ class HistoryManager:
         self._sizes[id(message)] = (message, size)
         return size
 
+    def _together(self, messages: Sequence[Message]) -> int:
+        """Return the tokens of many messages: `_size` of each, without a call for known ones."""
+        known = self._sizes.get
+        total = 0
+        for message in messages:
+            found = known(id(message))
+            if found is not None and found[0] is message:
+                total += found[1]
+            else:
+                total += self._size(message)
+        return total
+
+    def _part(self, block: Block) -> int:
+        """Return the tokens of one block alone; such are not remembered."""
+        return self.counter.message(Message("user", (block,)))
+
 
 @dataclass(frozen=True)
 class _Sized:
@@ -310,6 +317,9 @@ class _Sized:
 
     def message(self, message: Message) -> int:
         return self.manager._size(message)
+
+    def messages(self, messages: Sequence[Message]) -> int:
+        return self.manager._together(messages)
 
 
 @dataclass(frozen=True)

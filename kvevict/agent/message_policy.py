@@ -13,7 +13,7 @@ import pkgutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, ClassVar, Literal
 
 from kvevict.agent.history import Block, History, Message
@@ -334,6 +334,13 @@ def parse_message_policy(text: str | MessagePolicy) -> MessagePolicy:
     """
     if isinstance(text, MessagePolicy):
         return text
+    if not isinstance(text, str):
+        raise PolicyError(f"{text!r} is no message policy: give its string, such as codex_local")
+    return _parse(text)
+
+
+@lru_cache(maxsize=256)
+def _parse(text: str) -> MessagePolicy:
     name, settings = split_policy(text)
     _load()
     return build_policy(lookup(REGISTRY, name, "message policy"), settings)

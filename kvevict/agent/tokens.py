@@ -385,4 +385,5 @@ class Anchored:
         self.anchor = None
 
     def _estimate(self, messages: Sequence[Message]) -> int:
-        return sum(map(self.counter.message, messages))
+        many = getattr(self.counter, "messages", None)
+        return int(many(messages)) if many else sum(map(self.counter.message, messages))

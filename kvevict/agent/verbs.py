@@ -347,4 +347,4 @@ def isolate(
 
 def _gain(context: Context, old: Block, new: Block) -> int:
     """Return the tokens that a block loses, whatever stands beside it."""
-    return context.size(Message("user", (old,))) - context.size(Message("user", (new,)))
+    return context.part(old) - context.part(new)

@@ -105,10 +105,15 @@ def read_all(
     names: dict[str, str],
 ) -> tuple[Message, ...]:
     """Read every message of a list, taking over those that were read before."""
-    messages = []
-    for i, raw in enumerate(items):
-        old = taken_over(reuse, i, raw, names)
-        messages.append(old or read(raw, i, f"{where}[{i}]", names))
+    messages: list[Message] = []
+    for old, raw in zip(reuse, items, strict=False):
+        if old.raw is not raw:
+            break
+        messages.append(old)
+    learn_names(messages, names)
+    for i in range(len(messages), len(items)):
+        old_one = taken_over(reuse, i, items[i], names)
+        messages.append(old_one or read(items[i], i, f"{where}[{i}]", names))
     return tuple(messages)
 
 
@@ -116,10 +121,17 @@ def taken_over(reuse: Sequence[Message], i: int, raw: Any, names: dict[str, str]
     """Return message i of an earlier read if it was made from this very object."""
     if i >= len(reuse) or reuse[i].raw is not raw:
         return None
-    for block in reuse[i].blocks:
-        if block.kind in ("tool_use", "server_tool_use") and block.call_id and block.tool:
-            names[block.call_id] = block.tool
+    learn_names((reuse[i],), names)
     return reuse[i]
+
+
+def learn_names(messages: Sequence[Message], names: dict[str, str]) -> None:
+    """Add the tool of every call id to `names`, so that later results know theirs."""
+    for message in messages:
+        if message.role == "assistant":
+            for block in message.blocks:
+                if block.kind in ("tool_use", "server_tool_use") and block.call_id and block.tool:
+                    names[block.call_id] = block.tool
 
 
 def need_mapping(value: Any, index: int | None, path: str) -> Mapping[str, Any]:
@@ -281,6 +293,8 @@ def with_ids(history: History) -> History:
 
 def text_changed(block: Block) -> bool:
     """Whether the content of a block differs from what was read."""
+    if not block.edits:
+        return False
     return any(edit in ("mask", "empty", "truncate", "replace") for edit in block.edits)
 
 

@@ -17,13 +17,13 @@ from kvevict.agent.formats.base import (
     interleave,
     json_object,
     json_text,
+    learn_names,
     make,
     media_of,
     need,
     need_list,
     need_mapping,
     need_text,
-    taken_over,
     text_changed,
     text_of,
     unknown,
@@ -65,15 +65,20 @@ class Pi(Format, name="pi"):
         events: list[Event] = []
         places: list[int] = []  # message index of each entry
         names: dict[str, str] = {}
+        learned = 0  # messages whose calls are in `names`
         for e, entry in enumerate(need_list(obj, None, "")):
+            i = len(messages)
+            places.append(i)
+            if i < len(reuse) and reuse[i].raw is entry:
+                messages.append(reuse[i])
+                continue
             path = f"entries[{e}]"
-            entry = need_mapping(entry, len(messages), path)
-            places.append(len(messages))
+            entry = need_mapping(entry, i, path)
             kind = entry.get("type")
             if kind == "message":
-                i = len(messages)
-                old = taken_over(reuse, i, entry, names)
-                messages.append(old or self.read_entry(entry, i, path, names))
+                learn_names(messages[learned:], names)
+                learned = i
+                messages.append(self.read_entry(entry, i, path, names))
             elif kind == "compaction":
                 kept = entry.get("firstKeptEntryIndex")
                 events.append(
@@ -162,7 +167,12 @@ class Pi(Format, name="pi"):
         """Write the session's entries."""
         own = history.format == self.name
         history = history if own else with_ids(history)
-        written = [(m, raw) for m in history.messages for raw in self.write_message(m, own)]
+        written = []
+        for m in history.messages:
+            if own and m.blocks is m.source:  # unedited, the most common case by far
+                written.append((m, m.raw))
+            else:
+                written += [(m, raw) for raw in self.write_message(m, own)]
         return interleave(history, written) if own else [raw for _, raw in written]
 
     def write_message(self, message: Message, own: bool) -> list[Any]:
