@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import Gemma3ForCausalLM, Gemma3TextConfig, LlamaForCausalLM
@@ -186,6 +187,77 @@ def test_planting_changes_no_message_that_carries_none() -> None:
         m for i, m in enumerate(plain) if i not in touched
     ]
     assert plain == messages()  # not changed in place
+
+
+def test_mass_is_that_of_the_messages_kept_among_equal_ones(model: Any, chat: Any) -> None:
+    """Results that say the same: the mass is that of the one that stayed."""
+    alike = messages()[:2]
+    for turn in range(6):
+        call = {"name": "look", "arguments": {"at": "wheel " + "ab"[turn % 2]}}
+        made = {"id": f"c{turn}", "type": "function", "function": call}
+        alike.append({"role": "assistant", "content": "I look.", "tool_calls": [made]})
+        alike.append({"role": "tool", "tool_call_id": f"c{turn}", "content": "no output"})
+    alike.append({"role": "assistant", "content": "It ticks."})
+    turn = len(alike) - 1
+    with patch(model):
+        bench = TurnBench(
+            model, chat, alike, (turn, turn + 1), [], Protocol((0.5,), ("kv",), target=8)
+        )
+        rows = [r for r in bench.run().rows if r["level"] == "message"]
+    for row in rows:
+        kept = np.zeros(len(bench.mass), dtype=bool)
+        for span, state in zip(bench.context.spans, row["states"], strict=True):
+            kept[span.start : span.stop] = state == "kept"
+        assert row["mass_kept"] == pytest.approx(bench.mass[kept].sum() / bench.mass.sum())
+
+
+def test_the_window_s_votes_do_not_depend_on_the_steps_shown(
+    bench: TurnBench, model: Any, chat: Any
+) -> None:
+    turn = len(messages()) - 1
+    with patch(model):
+        near = TurnBench(
+            *(model, chat, messages(), (turn, turn + 1), [], PROTOCOL),
+            [len(render(messages()[:turn], chat).ids) - 5],
+        )
+        none = TurnBench(model, chat, messages(), (turn, turn + 1), [], PROTOCOL)
+    for a, b in zip(near.prefills[-1].window, none.prefills[-1].window, strict=True):
+        assert torch.allclose(a, b, atol=1e-4)
+
+
+ALTERNATING = (
+    "{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}"
+    "{{ '<' + m.role + '>' + m.content + '</>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<assistant>' }}{% endif %}"
+)
+
+
+def test_roles_that_must_alternate(model: Any, chat: Any) -> None:
+    """Gone groups and questions leave two users in a row, which the template refuses."""
+    made = copy.deepcopy(chat)
+    made.chat_template = ALTERNATING
+    talk: list[dict[str, Any]] = []
+    for turn in range(5):
+        talk.append({"role": "user", "content": f"How many teeth has wheel {turn}?"})
+        talk.append({"role": "assistant", "content": f"It has {turn + 7} teeth."})
+    planted, facts = plant(talk, 9, (0.5,))
+    with patch(model):
+        bench = TurnBench(
+            *(model, made, planted, (9, 10), facts, Protocol((0.5,), ("text", "kv"), target=8))
+        )
+        rows = bench.run().rows
+    assert len({r["policy"] for r in rows}) > len(choices.FAMILIES)
+    assert len(bench.questions) == len(facts) > 0
+    for fact, ids, code in bench.questions:
+        text = made.decode([*bench.context.ids, *ids])
+        assert text.endswith(f"<user>{fact.question}</><assistant>{fact.opening}{fact.code}")
+        assert made.decode(ids[-code:]) == fact.code
+
+
+def test_turns_that_say_nothing_are_not_scored(chat: Any) -> None:
+    empty = [*messages()[:-1], {"role": "assistant", "content": ""}]
+    assert compare.plan(to_normal(empty, "hf"), chat, turns=50).turns[-1] == len(empty) - 3
 
 
 QUICK = Protocol((0.5,), ("text", "kv"), target=16, chunk=64)
