@@ -89,7 +89,7 @@ def realise(
     check_realisation(how)
     cut = len(parts) - new
     old, fresh = ([p for p in x if p] for x in (parts[:cut], parts[cut:]))
-    kept = _kept([p.ids for p in cache.pieces], old)
+    kept = staying(cache, old)
     left = cache.stored - sum(len(cache.pieces[i].ids) for i in kept)
     before = cache.fed_tokens
     if how == "text":
@@ -99,8 +99,12 @@ def realise(
     return Realised(cache.fed_tokens - before, sum(map(len, fresh)), left, turned, logits)
 
 
-def _kept(old: Sequence[Part], parts: Sequence[Part]) -> dict[int, int]:
+def staying(cache: MessageAlignedCache, parts: Sequence[Part]) -> dict[int, int]:
     """Return which pieces stay as which parts: the most tokens that can stay, in order."""
+    return _matched([p.ids for p in cache.pieces], parts)
+
+
+def _matched(old: Sequence[Part], parts: Sequence[Part]) -> dict[int, int]:
     start = common_prefix(old, parts)
     kept = {i: i for i in range(start)}
     rest, goal = old[start:], parts[start:]

@@ -28,7 +28,7 @@ from kvevict.models.message_scores import (
     message_scores,
     token_scores,
 )
-from kvevict.models.realise import check_realisation, realise
+from kvevict.models.realise import check_realisation, realise, staying
 from kvevict.models.spans import Rendered, Turn, render
 
 Scores = Callable[[History], Sequence[float]]
@@ -197,7 +197,7 @@ class AgentSession:
             )
         parts = [p for p in rendered.parts() if p]
         new = _trailing(parts, fresh, bool(rendered.tail))
-        done = realise(self.cache, parts, self._how(parts, most), new=new, chunk=self._chunk)
+        done = realise(self.cache, parts, self._how(parts, new, most), new=new, chunk=self._chunk)
         self._view, self._new = view, []
         context = self.cache.stored
         ids = self._write(done.logits, most, choose or _greedy, bool(rendered.tail))
@@ -270,7 +270,7 @@ class AgentSession:
         unread = max(self._attention.values(), default=0.0) + 1.0
         return [self._attention.get(message_key(m), unread) for m in history.messages]
 
-    def _how(self, parts: Sequence[tuple[int, ...]], most: int) -> str:
+    def _how(self, parts: Sequence[tuple[int, ...]], new: int, most: int) -> str:
         """Return the realisation of this turn.
 
         `kv` leaves gaps, so positions grow for ever; the turn that would leave the range that the
@@ -280,8 +280,8 @@ class AgentSession:
         limit = getattr(config, "max_position_embeddings", None)
         if self.realisation != "kv" or limit is None:
             return self.realisation
-        held = Counter(p.ids for p in self.cache.pieces)
-        ahead = sum(len(p) for p in (Counter(parts) - held).elements()) + most
+        stay = staying(self.cache, parts[: len(parts) - new])
+        ahead = sum(len(p) for i, p in enumerate(parts) if i not in stay.values()) + most
         return "kv" if self.cache.next_position + ahead <= limit else "kv_reindex"
 
     def _write(self, logits: Tensor | None, most: int, choose: Choose, opened: bool) -> list[int]:

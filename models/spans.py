@@ -13,6 +13,7 @@ import json
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -100,6 +101,10 @@ class _Marks:
         opening, closing = (f"{chr(c)}{digits}{chr(c)}" for c in (_OPEN, _CLOSE))
         return f"{lead}{opening}{inner}{closing}{trail}"
 
+    def around_text(self, text: str, message: int, block: int, kind: str) -> str:
+        """Return the text with its marks, or as it is where it is blank."""
+        return self.around(text, message, block, kind) if text.strip() else text
+
 
 def render(
     history: History | Sequence[Mapping[str, Any]],
@@ -126,15 +131,21 @@ def render(
         raise HistoryError("the tokenizer has no chat template: set tokenizer.chat_template")
     messages, declared = chat_messages(history)
     given = list(tools) if tools is not None else declared
-    reasons = []
+    reasons: list[str] = []
+    # A template may show a mark where it shows nothing for an empty content: then those have none.
+    blank = any(not m["content"].strip() for m in messages)
+    markings = (_Marks.around, _Marks.around_text) if blank else (_Marks.around,)
     for name, shape in _STYLES.items():
         if style is not None and name != style:
             continue
-        try:
-            return _rendered(messages, given, tokenizer, generation_prompt, name, shape)
-        except (TemplateError, TypeError, HistoryError) as error:
-            reasons.append(f"{name}: {error}")
-    raise HistoryError(f"the chat template cannot render this history ({'; '.join(reasons)})")
+        for mark in markings:
+            try:
+                return _rendered(messages, given, tokenizer, generation_prompt, name, shape, mark)
+            except (TemplateError, TypeError, HistoryError) as error:
+                reasons.append(f"{name}: {error}")
+    raise HistoryError(
+        f"the chat template cannot render this history ({'; '.join(dict.fromkeys(reasons))})"
+    )
 
 
 def chat_messages(history: History | Sequence[Mapping[str, Any]]) -> tuple[list[Turn], list[Any]]:
@@ -225,10 +236,16 @@ _STYLES = {"native": _native, "calls as text": _as_text, "folded": _folded}
 
 
 def _rendered(
-    messages: list[Turn], tools: list[Any], tokenizer: Any, prompt: bool, name: str, shape: Any
+    messages: list[Turn],
+    tools: list[Any],
+    tokenizer: Any,
+    prompt: bool,
+    name: str,
+    shape: Any,
+    mark: Any,
 ) -> Rendered:
     marks = _Marks()
-    marked = _apply(tokenizer, shape(messages, marks.around), tools, prompt)
+    marked = _apply(tokenizer, shape(messages, partial(mark, marks)), tools, prompt)
     plain = _apply(tokenizer, shape(messages, lambda text, *_: text), tools, prompt)
     try:
         text, places = _unmark(marked)
@@ -307,7 +324,7 @@ def _cuts(
     """Return (first character, message) of every message in order of place.
 
     Between two contents lie the end of one frame and the beginning of the next. The cut is where
-    the rendering of the messages up to the first departs from the whole one.
+    the rendering of all messages before the second departs from the whole one.
     """
     order = sorted((b[0], b[1], m) for m, b in enumerate(bounds) if b is not None)
     cuts = [(0, order[0][2])] if order else []
@@ -315,7 +332,7 @@ def _cuts(
         if start < stop:
             raise HistoryError(f"it interleaves messages {m} and {after}")
         try:
-            part = shown(messages[: m + 1]) if after > m else ""
+            part = shown(messages[:after]) if after > m else ""
         except (TemplateError, TypeError):
             part = ""
         common = stop

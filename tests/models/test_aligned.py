@@ -13,8 +13,7 @@ from transformers import DynamicCache
 from kvevict import patch
 from kvevict.errors import BudgetError, CacheError, PolicyError
 from kvevict.models.aligned import MessageAlignedCache
-from kvevict.models.realise import _kept as kept_places
-from kvevict.models.realise import common_prefix, realise
+from kvevict.models.realise import _matched, common_prefix, realise
 from kvevict.models.releases import cache_argument
 
 SIZES = [5, 9, 1, 14, 7, 3, 11]
@@ -256,7 +255,7 @@ def test_what_only_leaves_is_never_computed_again(names: list[int], data: Any) -
     old = [(n,) * (n + 1) for n in names]
     stays = data.draw(st.lists(st.booleans(), min_size=len(old), max_size=len(old)))
     parts = [p for p, stay in zip(old, stays, strict=True) if stay]
-    found = kept_places(old, parts)
+    found = _matched(old, parts)
     assert sorted(found.values()) == list(range(len(parts)))
     assert all(old[i] == parts[j] for i, j in found.items())
     assert [found[i] for i in sorted(found)] == sorted(found.values())

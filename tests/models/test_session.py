@@ -200,7 +200,10 @@ def test_a_judge_may_score(bytes_model: Any, chat_tokenizer: Any) -> None:
     assert not any("Question 3" in t for t in texts)
 
 
-def test_gaps_close_before_positions_leave_the_trained_range(chat_tokenizer: Any) -> None:
+@pytest.mark.parametrize("same", [False, True])
+def test_gaps_close_before_positions_leave_the_trained_range(
+    chat_tokenizer: Any, same: bool
+) -> None:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=len(chat_tokenizer),
@@ -212,12 +215,22 @@ def test_gaps_close_before_positions_leave_the_trained_range(chat_tokenizer: Any
         max_position_embeddings=600,
     )
     model = LlamaForCausalLM(config).eval()
+    highest = []
+
+    def watched(logits: torch.Tensor) -> int:
+        highest.append(session.cache.next_position)
+        letter = "ABCDEFGHIJKLMNOP"[len(session.reports)]
+        return int(chat_tokenizer.encode(letter)[0])
+
     with patch(model):
         session = AgentSession(
             model, chat_tokenizer, "window:window=250", window=WINDOW, max_output=OUTPUT
         )
-        talk(session, 16, letters(chat_tokenizer))
-    assert session.cache.next_position <= 600
+        for turn in range(16):  # equal messages: one leaves and another comes in the same turn
+            text = "Go on with it, please. " * 3 if same else f"Question {turn}: what is {turn}?"
+            session.append({"role": "user", "content": text})
+            session.generate(choose=watched)
+    assert max(highest) <= 600
     assert sum(r.turned for r in session.reports) > 0
     assert sum(r.recomputed for r in session.reports) == 0
 

@@ -186,6 +186,18 @@ def test_a_template_that_changes_contents_is_refused() -> None:
             render(MESSAGES[3:5], tokenizer_of(template), style="native")
 
 
+@pytest.mark.parametrize("style", ["native", "calls as text", "folded"])
+@pytest.mark.parametrize("text", ["", "  "])
+def test_what_a_template_shows_nothing_of_is_no_reason_to_refuse(style: str, text: str) -> None:
+    """An answer that ended at once: its frame counts to the message before."""
+    tokenizer = tokenizer_of(QWEN)
+    empty = {"role": "assistant", "content": text}
+    found = render([MESSAGES[0], MESSAGES[1], empty, MESSAGES[6]], tokenizer, style=style)
+    assert tokenizer.decode([i for part in _in_place(found) for i in part]) == found.text
+    last = found.spans[3]
+    assert tokenizer.decode(found.ids[last.start : last.stop]).count("<|im_start|>") <= 1
+
+
 def test_no_template_is_refused() -> None:
     tokenizer = tokenizer_of(CHATML)
     tokenizer.chat_template = None
