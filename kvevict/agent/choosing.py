@@ -65,10 +65,21 @@ def is_inserted(message: Message) -> bool:
         return message.note not in _NOT_OURS
     if message.role not in ("user", "assistant"):
         return False
-    return any(
-        block.kind == "compaction" or (block.kind == "text" and block.text.startswith(_markers()))
-        for block in message.blocks[:1]
-    )
+    if not message.blocks:
+        return False
+    block = message.blocks[0]
+    if block.kind != "text":
+        return block.kind == "compaction"
+    return block.text.startswith(_markers())
+
+
+def all_inserted(view: History) -> frozenset[int]:
+    """Return the messages that a policy wrote; remembered with the history."""
+    known: frozenset[int] | None = vars(view).get("inserted")
+    if known is None:
+        known = frozenset(i for i, m in enumerate(view.messages) if is_inserted(m))
+        vars(view)["inserted"] = known
+    return known
 
 
 def _markers() -> tuple[str, ...]:
@@ -82,7 +93,8 @@ def _marker_list(count: int) -> tuple[str, ...]:
 
 def real_users(view: History) -> list[int]:
     """Return the messages that a user wrote, oldest first; what policies inserted is left out."""
-    return [i for i in view.users if not is_inserted(view.messages[i])]
+    wrote = all_inserted(view)
+    return [i for i in view.users if i not in wrote]
 
 
 def anchors(view: History, first_user: bool = False, last_group: bool = False) -> set[int]:
@@ -96,11 +108,7 @@ def anchors(view: History, first_user: bool = False, last_group: bool = False) -
         first_user: whether the first real user message stays too.
         last_group: whether the last group stays in any case.
     """
-    keep = {
-        i
-        for i, m in enumerate(view.messages)
-        if m.role == "system" or m.role == "developer" or m.protected
-    }
+    keep = set(view.instructions | view.pinned)
     users = real_users(view) or list(view.users)
     if users:
         keep.add(users[-1])

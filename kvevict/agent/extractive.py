@@ -22,6 +22,7 @@ _TELLING = re.compile(
 )
 _COMING = re.compile(r"next|todo|remain|need|下一步|待办", re.IGNORECASE)
 _ERROR = re.compile(r"\b(?:error|exception|failed|traceback|401|404|500)\b", re.IGNORECASE)
+_NAMED = (4_000, 1_000)  # characters read for names of files: of what was said, of results
 _TELLINGS, _COMINGS, _ERRORS = 20, 6, 8  # most lines of each kind
 
 
@@ -106,7 +107,9 @@ def _facts(span: Sequence[Plain], previous: str) -> dict[str, list[str]]:
             for line in text.splitlines():
                 if len(errors) < _ERRORS and _ERROR.search(line):
                     errors[line.strip()] = None
-    named = Counter(found for m in span for found in _FILE.findall(m["content"][:4_000]))
+    named = Counter(
+        found for m in span for found in _FILE.findall(m["content"][: _NAMED[m["role"] == "tool"]])
+    )
     tools = Counter(
         found for text in said for found in re.findall(r"^\[called ([\w.-]+)", text, re.MULTILINE)
     )

@@ -300,11 +300,11 @@ class History:
     def find(self, *kinds: str) -> list[Address]:
         """Return the addresses of all blocks of these kinds, in order."""
         if len(kinds) == 1:
-            return list(self._by_kind.get(kinds[0], ()))
-        return sorted(at for kind in {*kinds} for at in self._by_kind.get(kind, ()))
+            return list(self.by_kind.get(kinds[0], ()))
+        return sorted(at for kind in {*kinds} for at in self.by_kind.get(kind, ()))
 
     @cached_property
-    def _by_kind(self) -> dict[str, list[Address]]:
+    def by_kind(self) -> dict[str, list[Address]]:
         """Addresses by kind; every policy and the validator ask for several kinds."""
         found: dict[str, list[Address]] = {}
         for m, message in enumerate(self.messages):
@@ -357,6 +357,18 @@ class History:
         )
 
     @cached_property
+    def pinned(self) -> frozenset[int]:
+        """Messages with a protected block."""
+        return frozenset(i for i, m in enumerate(self.messages) if m.protected)
+
+    @cached_property
+    def instructions(self) -> frozenset[int]:
+        """System and developer messages, wherever they stand."""
+        return frozenset(
+            i for i, m in enumerate(self.messages) if m.role in ("system", "developer")
+        )
+
+    @cached_property
     def roots(self) -> frozenset[int]:
         """Messages that no policy may drop: system prefix, first and last user message, pins.
 
@@ -364,7 +376,7 @@ class History:
         """
         keep = set(range(self.prefix))
         keep.update(i for i in (self.first_user, self.last_user) if i is not None)
-        keep.update(i for i, m in enumerate(self.messages) if m.protected)
+        keep |= self.pinned
         if self.groups and not self.groups[-1].complete:
             keep.update(range(self.groups[-1].start, self.groups[-1].stop))
         return frozenset(keep)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from typing import Any
 
+from kvevict.agent.choosing import all_inserted
 from kvevict.agent.formats import Reader
 from kvevict.agent.history import Address, Block, History, Message
 from kvevict.agent.pairing import Pairs
@@ -164,7 +166,7 @@ def grown(old: History, new: History) -> History:
     if tail.pairs.orphans:
         return new
     groups = [replace(g, start=g.start + start, stop=g.stop + start) for g in tail.groups]
-    structure = {
+    structure: dict[str, Any] = {
         "pairs": Pairs(
             {c: r for c, r in old.pairs.results.items() if c[0] < start}
             | {_moved(c, start): _moved(r, start) for c, r in tail.pairs.results.items()},
@@ -173,8 +175,29 @@ def grown(old: History, new: History) -> History:
             tuple(at for at in old.pairs.orphans if at[0] < start),
         ),
         "groups": (*known[:-1], *groups),
+        "by_kind": _joined(old.by_kind, tail.by_kind, start),
     }
+    for name in ("users", "pinned", "instructions"):
+        kind = tuple if name == "users" else frozenset
+        before = (i for i in getattr(old, name) if i < start)
+        structure[name] = kind([*before, *(i + start for i in getattr(tail, name))])
+    wrote = vars(old).get("inserted")
+    if wrote is not None:
+        late = (i + start for i in all_inserted(tail))
+        structure["inserted"] = frozenset([*(i for i in wrote if i < start), *late])
     return with_structure(new, structure)
+
+
+def _joined(
+    old: dict[str, list[Address]], tail: dict[str, list[Address]], start: int
+) -> dict[str, list[Address]]:
+    """Return the addresses by kind: those before `start`, and those of the tail behind it."""
+    out = {}
+    for kind in {**old, **tail}:
+        known = old.get(kind, [])
+        out[kind] = known[: bisect_left(known, (start, 0))]
+        out[kind] += [_moved(at, start) for at in tail.get(kind, ())]
+    return out
 
 
 def _moved(at: Address, by: int) -> Address:

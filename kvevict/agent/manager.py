@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvevict.agent.call import Call
+from kvevict.agent.choosing import choose
 from kvevict.agent.formats import from_normal
 from kvevict.agent.history import Block, History, Message
 from kvevict.agent.intake import Intake, atom_before, changed_part, check_from, grown
@@ -25,6 +26,7 @@ from kvevict.agent.summarizers import build_summarizer
 from kvevict.agent.tokens import Anchored, TokenCounter, make_counter, overhead, usage_of
 from kvevict.agent.validate import Violation, compare
 from kvevict.errors import BudgetError, HistoryError
+from kvevict.policies import Window
 
 __all__ = ["HistoryManager", "Prepared", "Report"]
 
@@ -82,7 +84,9 @@ class HistoryManager:
         self._recall: Recall | None = None
         self._intake = Intake(format)
         self._state = ManagerState.from_json(state or {})
+        choose(Window(1), [1])  # loads the array API, 0.2 s once, outside of any call
         self._sizes: dict[int, tuple[Message, int]] = {}
+        self._parts: dict[int, tuple[Block, int]] = {}
         self._base: tuple[Message, ...] | None = None  # the edited part of the last request
         self._view = History()  # the last request
         self._violations: list[Violation] = []
@@ -192,9 +196,9 @@ class HistoryManager:
         context = call.context
         tokens = context.total(view)
         policy = self.policy
-        floor = policy.floor(view, context)
         allowance = policy.allowance(context.limits)
-        if tokens > allowance and floor > allowance:
+        floor = policy.floor(view, context) if tokens > allowance else 0
+        if floor > allowance:
             raise BudgetError(
                 f"{policy.name}: the roots alone (system, tools, what must stay) take {floor} "
                 f"tokens, {allowance} are available: use a larger window, or shorten them",
@@ -302,8 +306,15 @@ class HistoryManager:
         return total
 
     def _part(self, block: Block) -> int:
-        """Return the tokens of one block alone; such are not remembered."""
-        return self.counter.message(Message("user", (block,)))
+        """Return the tokens of one block alone."""
+        found = self._parts.get(id(block))
+        if found is not None and found[0] is block:
+            return found[1]
+        if len(self._parts) > 8 * (len(self._intake.full) + 1_000):
+            self._parts.clear()
+        size = self.counter.message(Message("user", (block,)))
+        self._parts[id(block)] = (block, size)
+        return size
 
 
 @dataclass(frozen=True)

@@ -257,10 +257,9 @@ class MessagePolicy(ABC):
         and what this policy put in the place of evicted messages: a summary leaves only for
         another one. Where a first user message was summarised its summary stands for it.
         """
-        from kvevict.agent.choosing import is_inserted
+        from kvevict.agent.choosing import all_inserted
 
-        fixed = self.roots(view) | view.roots
-        fixed |= {i for i, m in enumerate(view.messages) if is_inserted(m)}
+        fixed = self.roots(view) | view.roots | all_inserted(view)
         return max(0, context.together([view.messages[i] for i in fixed]) + context.limits.overhead)
 
     def departures(self) -> dict[str, Any]:

@@ -75,9 +75,27 @@ def masked(view: History, texts: Mapping[Address, str]) -> History:
     return with_structure(edit.mask(view, texts), vars(view))
 
 
+def emptied(view: History, at: Sequence[Address]) -> History:
+    """Empty the arguments of calls; pairs and atoms stay what they were."""
+    return with_structure(edit.empty_input(view, at), vars(view)) if at else view
+
+
+STRUCTURE = (
+    "pairs",
+    "groups",
+    "group_index",
+    "cuts",
+    "by_kind",
+    "users",
+    "pinned",
+    "instructions",
+    "inserted",
+)
+
+
 def with_structure(view: History, structure: Mapping[str, Any]) -> History:
-    """Give a history the cached pairs and atoms of one with the same calls, results and roles."""
-    for name in ("pairs", "groups", "group_index", "cuts"):
+    """Give a history what is cached of one with the same roles, kinds, calls and results."""
+    for name in STRUCTURE:
         if name in structure:
             vars(view).setdefault(name, structure[name])
     return view

@@ -8,7 +8,7 @@ from kvevict.agent.choosing import choose, is_masked, outputs, tool_name
 from kvevict.agent.history import Address, History
 from kvevict.agent.memory import CLEARING_WARNING
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import append, mask
+from kvevict.agent.verbs import append, emptied, mask
 from kvevict.errors import PolicyError
 from kvevict.policies import Window
 
@@ -114,4 +114,4 @@ class AnthropicClearToolUses(MessagePolicy, name="anthropic_clear_tool_uses"):
             and not view.block(call).protected
             and (tools is None or tool_name(view.block(call).tool) in tools)
         ]
-        return edit.empty_input(view, calls) if calls else view
+        return emptied(view, calls)

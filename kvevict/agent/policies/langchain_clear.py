@@ -2,11 +2,10 @@
 
 from dataclasses import dataclass
 
-from kvevict.agent import edit
 from kvevict.agent.choosing import choose, is_masked, outputs
 from kvevict.agent.history import Address, History
 from kvevict.agent.message_policy import Context, Limits, MessagePolicy, Stage, check_count
-from kvevict.agent.verbs import mask
+from kvevict.agent.verbs import emptied, mask
 from kvevict.policies import Window
 
 PLACEHOLDER = "[cleared]"
@@ -72,4 +71,4 @@ class LangChainClear(MessagePolicy, name="langchain_clear"):
             for call, result in new.pairs.results.items()
             if result in gone and new.block(call).text not in ("", "{}")
         ]
-        return edit.empty_input(new, calls) if calls else new
+        return emptied(new, calls)

@@ -15,7 +15,7 @@ from kvevict.agent.message_policy import (
     check_count,
     check_share,
 )
-from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, externalise, mask
+from kvevict.agent.verbs import LANGUAGE, ask_summary, compact, emptied, externalise, mask
 from kvevict.policies import Window
 
 PREFIX = "[Summary of the earlier conversation]\n"
@@ -114,7 +114,7 @@ class Shape(MessagePolicy, name="shape"):
         old = [at for at in results if answers.of(at).verb == "mask"]
         new = mask(view, context, old, lambda block: CLEARED)
         done = [at for at in calls if answers.of(at).verb == "mask"]
-        return edit.empty_input(new, done) if done else new
+        return emptied(new, done)
 
     def _store(self, view: History, context: Context) -> History | None:
         results = self._left(view, *_RESULTS)
