@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
 
+from kvevict.drafts import Drafts
 from kvevict.errors import CacheError, NotPatchedError, PolicyError, UnsupportedModelError
-from kvevict.forward import Forward
 from kvevict.layers import EvictionLayer
 from kvevict.policy import Policy, parse
 from kvevict.ranked import RankedLayer
@@ -23,7 +23,7 @@ Positions = Literal["auto", "in_cache", "original"]
 Backend = Literal["auto", "torch", "triton"]
 
 
-class EvictionCache(Forward, Cache):
+class EvictionCache(Drafts, Cache):
     """Keys and values of a patched model, held to a policy's budget.
 
     Pass it as `cache=` (`past_key_values=` where the installed transformers still calls it so) to
@@ -81,6 +81,7 @@ class EvictionCache(Forward, Cache):
         self._offsets: list[tuple[int, int]] = [(0, 0)]  # (first index, what is added from there)
         self._broken = False
         self._open = False
+        self._drafting, self._known, self._draft = False, 0, None
         self.static = False  # whether a compiled step is running
         self._ready = False
         self._heads: Heads | None = None

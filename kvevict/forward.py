@@ -44,6 +44,13 @@ class Forward:
     _ready: bool
     _limit: int | None
     _ledgers: list[Ledger]
+    _draft: Plan | None  # the forward whose draft is open
+
+    def crop(self, tokens_to_remove: int) -> None:  # noqa: D102  see kvevict.drafts
+        raise NotImplementedError
+
+    def _unsure(self, length: int) -> int:
+        raise NotImplementedError
 
     def _settle(self, handle: Any) -> None:
         raise NotImplementedError
@@ -79,6 +86,8 @@ class Forward:
             raise CacheError("this cache was made for another model; make one for this model")
         if self.policy.has_shares:
             _ = self.policy.capacity  # raises with the remedy
+        if self._draft is not None and not self._broken:
+            self.crop(0)  # nobody took anything back
         self._check_usable()
         self._check_rows(rows)
         if not self._ready:
@@ -95,10 +104,14 @@ class Forward:
             position = torch.where(new, row_seen + new.long().cumsum(-1) - 1, -1)
         else:
             position = torch.arange(start, start + length, device=device)[None]
-        self._rebase(self._seen if padded else start, length)  # columns bound a padded row's tokens
-        plan = Plan(length, self._seen, padded, position, row_seen, start, self._base)
-        if length == 1 and not padded:
+        draft = self._unsure(length)
+        apart = max(1, length - draft) if self._raw_keys else length  # ranks of a draft's tokens
+        self._rebase(self._seen if padded else start, apart)  # columns bound a padded row's tokens
+        plan = Plan(length, self._seen, padded, position, row_seen, start, self._base, draft=draft)
+        if plan.one and not padded:
             plan.ledgers = self._open_ledgers()
+        elif draft:
+            self._ledgers = []  # layers find their victims on their own
         for layer in self.layers:
             if isinstance(layer, EvictionLayer):
                 layer.plan = plan
@@ -133,6 +146,7 @@ class Forward:
         else:
             self._row_seen = plan.start + plan.length
         self._open = False
+        self._draft = plan if plan.draft else None
         self._check_scores(plan)
 
     def static_plan(self, handle: Any, rows: int, device: Any) -> Plan:
@@ -143,6 +157,8 @@ class Forward:
             UnsupportedModelError: layers of transformers' own, or H2O with positions in the cache.
         """
         plan = self.begin(handle, rows, 1, None, device)
+        if plan.draft:
+            raise CacheError("a compiled step writes at once: call end_drafts() first")
         self._open = False
         rings = [x for x in self.layers if isinstance(x, RingLayer)]
         if len(rings) not in (0, len(self.layers)) or (not rings and self._raw_keys):
@@ -206,6 +222,8 @@ class Forward:
                 "a forward failed half-way, so layers hold different tokens; call reset() and feed "
                 "the sequence again"
             )
+        if self._draft is not None:
+            raise CacheError("a draft is open: crop() says how much of it stays")
 
     def _check_scores(self, plan: Plan | None = None) -> None:
         """Poison a cache whose scores are no numbers; without a plan, whatever the device."""

@@ -56,6 +56,7 @@ class EvictionLayer(CacheLayerMixin):
         self.length = 0
         self.seen = 0
         self._chunk: tuple[Tensor, Tensor] | None = None
+        self.draft: Any = None  # keys, values and scores that wait for `crop`; see kvevict.drafts
 
     # -- transformers' contract -------------------------------------------------------------------
 
@@ -104,7 +105,7 @@ class EvictionLayer(CacheLayerMixin):
                 "fresh cache or reset() it"
             )
         self.seen = plan.seen + plan.length
-        if plan.length == 1:
+        if plan.one:
             return self._step(key_states, value_states, plan)
         return self._extend(key_states, value_states, plan)
 
@@ -137,13 +138,13 @@ class EvictionLayer(CacheLayerMixin):
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Refuse: evicted tokens cannot come back.
+        """Refuse: evicted tokens cannot come back; the cache's `crop` settles a draft.
 
         Raises:
             CacheError: always, but for a crop of nothing.
         """
         if tokens_to_remove:
-            raise CacheError("an eviction cache cannot be cropped: what was evicted is gone")
+            raise CacheError("a layer cannot be cropped: what was evicted is gone")
 
     def offload(self) -> None:
         """Refuse: transformers would move keys before attention ran."""
@@ -220,6 +221,8 @@ class EvictionLayer(CacheLayerMixin):
     def _map_rows(self, change: Any) -> None:
         if not self.is_initialized:
             return
+        if self.draft is not None:
+            raise CacheError("a draft is open: crop() says how much of it stays, before rows move")
         with torch.inference_mode(False):
             for name in self._state_names():
                 value = getattr(self, name)

@@ -1,5 +1,7 @@
 """Plan: what all layers of one forward share, made once before the first of them runs."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,8 @@ class Plan:
         slot: int64 `[1]`, the ring slot that every layer writes, in a step with static addresses;
             None elsewhere.
         static: whether this is such a step: tensors are updated in place and no layer keeps count.
+        draft: last columns that a crop may take back; see `kvevict.drafts`.
+        one: whether this is one token to be stored, the plain step of decoding.
     """
 
     length: int
@@ -40,7 +44,12 @@ class Plan:
     ledgers: list[Ledger] = field(default_factory=list)
     slot: Tensor | None = None
     static: bool = False
+    draft: int = 0
     memo: dict[Any, Any] = field(default_factory=dict)
+    one: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.one = self.length == 1 and not self.draft
 
     def shared(self, key: Any, make: Callable[[], Any]) -> Any:
         """Return a result that the first layer that asks computes for all."""
@@ -62,3 +71,22 @@ class Plan:
             return row_seen + (position >= 0).sum(-1, keepdim=True)
 
         return self.shared(("after", device), count)  # type: ignore[no-any-return]
+
+    def part(self, first: int, stop: int) -> Plan:
+        """Return the plan of some of the new columns, as if they were fed alone and to stay."""
+
+        def cut() -> Plan:
+            before: Any = first
+            if self.padded:
+                before = (self.position[:, :first] >= 0).sum(-1, keepdim=True)
+            return Plan(
+                length=stop - first,
+                seen=self.seen + first,
+                padded=self.padded,
+                position=self.position[:, first:stop],
+                row_seen=self.row_seen + before,
+                start=self.start + first,
+                base=self.base,
+            )
+
+        return self.shared(("part", first, stop), cut)  # type: ignore[no-any-return]

@@ -139,6 +139,12 @@ class RingLayer(EvictionLayer):
             return
         self._chunk = None
         k, v = chunk
+        if plan.draft:
+            held_back = k.shape[2] - plan.draft
+            self.draft = (k[:, :, held_back:].clone(), v[:, :, held_back:].clone(), None)
+            plan = plan.part(0, plan.length - plan.draft)
+            if not plan.length:
+                return
         if plan.padded:
             self._write_padded(k, v, plan)
             return

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from kvevict.cache import EvictionCache
+from kvevict.drafts import token_by_token
 from kvevict.errors import UnsupportedModelError
 from kvevict.kernels import library
 from kvevict.kernels.attention_lse import attention_lse
@@ -90,6 +91,13 @@ def eviction_attention(
         raise UnsupportedModelError("attention dropout with an eviction cache: call model.eval()")
     plan = layer.plan
     assert plan is not None
+    if plan.draft and isinstance(layer, RankedLayer):
+
+        def attend(part: EvictionLayer, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            none = (None, 0.0, scaling)
+            return eviction_attention(module, q, k, v, *none, part, softcap, s_aux)[0]
+
+        return token_by_token(layer, plan, query, key, value, attend), None
     if special:
         if isinstance(layer, RankedLayer) and layer.rope is not None and layer.rope.style != "none":
             query, key = _by_rank(layer, plan, query, key)
@@ -114,7 +122,7 @@ def _one_query(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
 
 
 def _ring(layer: RingLayer, plan: Plan, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-    if plan.length == 1 and not plan.padded:
+    if plan.one and not plan.padded:
         out = _one_query(q, k, v, scale)
     elif plan.padded:
         out = _ring_padded(layer, plan, q, k, v, scale)
@@ -215,7 +223,7 @@ def _ring_padded(
     position, row_seen = plan.on(device)
 
     def key_positions() -> Tensor:
-        if plan.length == 1:
+        if plan.one:
             return layer.positions_of(plan.after(device), k.shape[2], room=1)
         if not layer.held:
             return position[:, None]

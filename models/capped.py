@@ -106,10 +106,10 @@ def _ring(
     softcap: float | None,
     s_aux: Tensor | None,
 ) -> Tensor:
-    if plan.length == 1 and not plan.padded:  # all that is stored is seen, the head turned already
+    if plan.one and not plan.padded:  # all that is stored is seen, the head turned already
         return _merged([_part(q, k, v, scale, softcap, None)[:2]], s_aux)[0]
     position, row_seen = plan.on(q.device)
-    if plan.length == 1:
+    if plan.one:
         keys = layer.positions_of(plan.after(q.device), k.shape[2], room=1)
     elif layer.held:
         stored = layer.positions_of(row_seen, layer.held, room=1)

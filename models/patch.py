@@ -5,7 +5,6 @@ hook before and one after the base model's forward, and (with a policy) wraps
 `_prepare_cache_for_generation` on the instance. No modeling file is edited and no module patched.
 """
 
-import functools
 import inspect
 from types import TracebackType
 from typing import Any, Self
@@ -22,8 +21,9 @@ from kvevict.models import attention
 from kvevict.models.decoder import base_model, check_model
 from kvevict.models.placement import input_device
 from kvevict.models.probe import Findings, probe
-from kvevict.models.releases import cache_argument, renamed, taking_cache
+from kvevict.models.releases import cache_argument, renamed
 from kvevict.models.selfcheck import self_check
+from kvevict.models.wraps import announcing_drafts, ending_drafts, keeping_cache
 from kvevict.policy import Policy, parse
 
 __all__ = ["Patch", "patch"]
@@ -32,6 +32,7 @@ _WRAPPED = (
     "_prepare_cache_for_generation",
     "prepare_inputs_for_generation",
     "generate",
+    "_get_candidate_generator",
     "init_continuous_batching",
 )
 
@@ -117,12 +118,7 @@ class Patch:
             ]
             self._names = list(inspect.signature(type(base).forward).parameters)[1:]
             model._kvevict = self
-            model.prepare_inputs_for_generation = self._keep_cache(
-                model.prepare_inputs_for_generation
-            )
-            model.init_continuous_batching = self._refuse_paging
-            if cache_argument(model) != "cache":
-                model.generate = taking_cache(model.generate, cache_argument(model))
+            self._wrap(cache_argument(model))
             self.pads_problem = self_check(model, cache_argument(model))
             if policy is not None:
                 # Shows bad settings and missing parts now rather than at the first forward.
@@ -310,22 +306,16 @@ class Patch:
             "generate(), or unpatch() the model"
         )
 
-    def _keep_cache(self, prepare: Any) -> Any:
-        """Wrap `prepare_inputs_for_generation`: a model that drops the cache is stopped there."""
-
-        @functools.wraps(prepare)
-        def checked(*args: Any, **kwargs: Any) -> Any:
-            inputs = prepare(*args, **kwargs)
-            name = cache_argument(self.model)
-            given = kwargs.get(name)
-            if isinstance(given, EvictionCache) and inputs.get(name) is not given:
-                raise UnsupportedModelError(
-                    f"{self.model.config.model_type}: at {given.seen} tokens it drops its cache to "
-                    "start over with other positions; generate up to there, or use kvevict.stream"
-                )
-            return inputs
-
-        return checked
+    def _wrap(self, name: str) -> None:
+        model = self.model
+        model.prepare_inputs_for_generation = keeping_cache(
+            model.prepare_inputs_for_generation, model, name
+        )
+        model.init_continuous_batching = self._refuse_paging
+        model.generate = ending_drafts(model.generate, name)
+        model._get_candidate_generator = announcing_drafts(
+            model._get_candidate_generator, model, name
+        )
 
     def _prepare_cache(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
@@ -342,19 +332,8 @@ class Patch:
                 )
             cache = model_kwargs[name] = self.new_cache()
         if isinstance(cache, EvictionCache):
-            _refuse_drafts(*args[:1], **kwargs)
             cache.settle_length(_prompt_length(generation_config, model_kwargs))
         return stock(self.model, generation_config, model_kwargs, *args, **kwargs)
-
-
-def _refuse_drafts(generation_mode: Any = None, **_: Any) -> None:
-    """Refuse assisted and prompt-lookup decoding before its first forward."""
-    if getattr(generation_mode, "value", None) == "assisted_generation":
-        raise UnsupportedModelError(
-            "assisted and prompt-lookup decoding take back rejected drafts, and what was evicted "
-            "for them cannot come back: leave assistant_model and prompt_lookup_num_tokens out, or "
-            "unpatch() the model"
-        )
 
 
 def _prompt_length(generation_config: Any, model_kwargs: dict[str, Any]) -> int:

@@ -4,9 +4,7 @@ From 5.24 on a cache is handed over as `cache`; 5.22 and 5.23 call it `past_key_
 refuse the other name. On a patched model `cache` works in all of them.
 """
 
-import functools
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 
@@ -22,13 +20,3 @@ def renamed(kwargs: dict[str, Any], name: str) -> dict[str, Any]:
         kwargs = {**kwargs}
         kwargs[name] = kwargs.pop("cache")
     return kwargs
-
-
-def taking_cache(generate: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Return `generate` with `cache=` as one more name of its cache."""
-
-    @functools.wraps(generate)
-    def renaming(*args: Any, **kwargs: Any) -> Any:
-        return generate(*args, **renamed(kwargs, name))
-
-    return renaming

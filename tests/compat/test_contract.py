@@ -131,8 +131,25 @@ def test_layers_answer_what_caches_ask() -> None:
     """cache.py inherits these and lets its layers answer."""
     for name in ("is_compileable", "is_sliding", "reorder_cache", "batch_repeat_interleave"):
         assert hasattr(EvictionLayer, name)
-    source = inspect.getsource(Cache)
-    assert "is_croppable" in source or not NEW  # before 5.24 assisted decoding looks for `crop`
+
+
+def test_drafts_are_announced_before_the_first_forward() -> None:
+    """drafts.py and wraps.py: assisted decoding calls these in order; the second is private."""
+    source = inspect.getsource(GenerationMixin._assisted_decoding)
+    steps = ["cache.activate_past_recording()", "self._get_candidate_generator(", "self(**"]
+    places = [source.replace("past_key_values.", "cache.").index(step) for step in steps]
+    assert places == sorted(places)
+    names = names_of(GenerationMixin._get_candidate_generator)
+    assert {"generation_config", "input_ids", "model_kwargs", "assistant_model"} <= set(names)
+    assert "outputs.cache.crop(-" in source.replace("past_key_values", "cache")
+    assert "next_sequence_length" in names_of(GenerationMixin.prepare_inputs_for_generation)
+
+
+def test_caches_and_layers_say_whether_they_can_be_cropped() -> None:
+    """drafts.py overrides the first, asks the second of layers that are not ours."""
+    assert isinstance(Cache.is_croppable, property)
+    assert hasattr(CacheLayerMixin, "is_croppable")
+    assert callable(Cache.activate_past_recording)
 
 
 def test_a_layer_type_would_register_itself_globally() -> None:

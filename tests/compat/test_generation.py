@@ -16,6 +16,7 @@ from transformers import TextIteratorStreamer
 from transformers.cache_utils import DynamicCache
 
 from kvevict import CacheError, EvictionCache, UnsupportedModelError, patch
+from kvevict.layers import EvictionLayer
 from kvevict.models.releases import cache_argument
 
 ROOT = Path(__file__).parents[2]
@@ -147,6 +148,33 @@ def test_that_comparison_sees_a_broken_reorder(model: Any, policy: str, monkeypa
     assert abs(float(out.sequences_scores[0]) - alone) > 2e-3
 
 
+# -- drafts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", [SMALL, STREAMING])
+@pytest.mark.parametrize("kind", ["gemma3_text", "gpt_neox", "gpt_oss", "llama"])
+def test_drafts_give_the_tokens_of_plain_decoding(
+    models: dict[str, Any], kind: str, policy: str
+) -> None:
+    """Sliding layers, no keywords in update, learned sinks; most of the draft is accepted."""
+    model = models[kind]
+    ids = torch.cat([prompt(length=9)] * 2, 1)
+    with patch(model, policy) as patched:
+        cache = patched.new_cache()
+        plain = generate(model, ids, cache=cache, max_new_tokens=20)
+        drafted = patched.new_cache()
+        given = torch.cat([plain, ids], 1)  # what comes next was there before: a lookup finds it
+        out = generate(model, given, cache=drafted, prompt_lookup_num_tokens=4, max_new_tokens=20)
+        assert torch.equal(out, generate(model, given, max_new_tokens=20))
+        assert drafted.seen == out.shape[1] - 1
+        again = patched.new_cache()
+        both = generate(model, ids, cache=again, prompt_lookup_num_tokens=4, max_new_tokens=20)
+        assert torch.equal(both, plain)
+        for index, layer in enumerate(cache.layers):
+            if isinstance(layer, EvictionLayer):
+                assert torch.equal(cache.kept_positions(index), again.kept_positions(index))
+
+
 # -- turns, copies, streams -----------------------------------------------------------------------
 
 
@@ -240,23 +268,17 @@ def test_another_cache_implementation_is_refused(model: Any, kind: str) -> None:
         generate(model, prompt(), cache_implementation=kind)
 
 
-DRAFTS = r"draft|stateful"  # transformers itself refuses them on recurrent models
-
-
-def test_drafts_are_refused_since_nothing_evicted_comes_back(model: Any) -> None:
-    assert not EvictionCache(model, SMALL).is_croppable
-    with patch(model, SMALL), pytest.raises((UnsupportedModelError, ValueError), match=DRAFTS):
-        generate(model, prompt(), prompt_lookup_num_tokens=3)
-
-
-def test_a_draft_model_is_refused(llama: Any) -> None:
-    draft = families.build("llama", seed=1)
-    with patch(llama, SMALL), pytest.raises(UnsupportedModelError, match="draft"):
-        generate(llama, prompt(), assistant_model=draft)
-    with patch(llama):
-        cache = EvictionCache(llama, SMALL)
-        with pytest.raises((ValueError, CacheError), match=r"[cC]rop"):
-            generate(llama, prompt(), assistant_model=draft, cache=cache)
+def test_drafts_are_refused_where_a_recurrent_layer_cannot_go_back(models: dict[str, Any]) -> None:
+    model = models["qwen3_next"]
+    forwards: list[int] = []
+    with patch(model, SMALL):
+        hook = model.register_forward_hook(lambda *args: forwards.append(1))
+        with pytest.raises(ValueError, match="stateful"):  # transformers' own
+            generate(model, prompt(), prompt_lookup_num_tokens=3)
+        hook.remove()
+        with pytest.raises(UnsupportedModelError, match="LinearAttention"):
+            EvictionCache(model, SMALL).activate_past_recording()
+    assert not forwards
 
 
 def test_continuous_batching_is_refused(model: Any) -> None:

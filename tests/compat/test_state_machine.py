@@ -67,7 +67,7 @@ class Machine(RuleBasedStateMachine):
     def append_one(self, seed: int) -> None:
         self._feed(1, [0] * 6, seed)
 
-    def _feed(self, length: int, pads: list[int], seed: int) -> None:
+    def _feed(self, length: int, pads: list[int], seed: int) -> Any:
         draw = random.Random(seed)
         mask = torch.ones(len(self.rows), length, dtype=torch.long)
         ids = torch.tensor([[draw.randint(3, 90) for _ in range(length)] for _ in self.rows])
@@ -80,6 +80,7 @@ class Machine(RuleBasedStateMachine):
             model()(ids, attention_mask=mask, **{cache_argument(model()): self.cache})
         self.columns += length
         assert self.cache.seen == self.columns
+        return mask
 
     @rule(data=st.data())
     def reorder(self, data: Any) -> None:
@@ -112,6 +113,28 @@ class Machine(RuleBasedStateMachine):
         left = self.cache
         self.cache = copy.deepcopy(left)
         left.reset()
+
+    @rule(
+        length=st.integers(1, 8),
+        stay=st.integers(0, 8),
+        pads=st.lists(st.integers(0, 4), min_size=6, max_size=6),
+        seed=st.integers(0, 2**16),
+    )
+    def draft(self, length: int, stay: int, pads: list[int], seed: int) -> None:
+        """What stays of a draft is as if it had come one column at a time."""
+        before = [list(row) for row in self.rows]
+        columns, stay = self.columns, min(stay, length)
+        self.cache.activate_past_recording()
+        mask = self._feed(length, pads, seed)
+        fed = [
+            row[-1] if len(row) > len(old) else []
+            for row, old in zip(self.rows, before, strict=True)
+        ]
+        self.cache.crop(stay - length)
+        self.cache.end_drafts()
+        self.columns = columns + stay
+        for row, old, new, real in zip(self.rows, before, fed, mask, strict=True):
+            row[:] = old + [[x] for x in new[: int(real[:stay].sum())]]
 
     @rule()
     def crop(self) -> None:

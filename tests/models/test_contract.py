@@ -507,7 +507,6 @@ def test_a_bare_call_after_a_failed_forward_is_untouched(toy: Any, draw: Any) ->
 @pytest.mark.parametrize(
     "settings",
     [
-        {"prompt_lookup_num_tokens": 3},
         {"cache_implementation": "static"},
         {"cache_implementation": "quantized"},
         {"cache_implementation": "offloaded"},
@@ -518,12 +517,6 @@ def test_what_cannot_be_exact_is_refused(toy: Any, draw: Any, settings: dict[str
     for options in ({}, {"cache": EvictionCache(toy, SMALL[2])}):
         with patch(toy, SMALL[2]), pytest.raises((KvevictError, ValueError)):
             toy.generate(torch.tensor([draw(20)]), max_new_tokens=8, **settings, **options)
-
-
-def test_assisted_drafts_are_refused(make_tiny: Any, draw: Any) -> None:
-    model, draft = make_tiny(0), make_tiny(1)
-    with patch(model, SMALL[2]), pytest.raises((KvevictError, ValueError)):
-        model.generate(torch.tensor([draw(20)]), max_new_tokens=8, assistant_model=draft)
 
 
 def test_cropping_and_offloading_are_refused(toy: Any, draw: Any, feed: Any) -> None:

@@ -1,0 +1,192 @@
+"""Drafts: tokens fed before it is known how many of them stay (assisted, prompt-lookup decoding).
+
+The model proposes nothing that a draft could spoil: while one is open, no layer writes or evicts
+for its tokens. `crop` says how many stay, and those are then entered as if they had come one by
+one, so a rejected token leaves no trace, not even a rounding in a score.
+
+Head and window attend a draft as any chunk, since order alone decides what they see. A ranked
+policy chooses a victim after every token, so its draft goes through attention token by token, on a
+copy of the layer's slots (the rest of the model runs once for all): what plain decoding does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvevict.errors import CacheError, UnsupportedModelError
+from kvevict.forward import Forward
+from kvevict.layers import EvictionLayer
+from kvevict.ranked import RankedLayer
+
+if TYPE_CHECKING:
+    from kvevict.plan import Plan
+
+Attend = Callable[[EvictionLayer, Tensor, Tensor, Tensor], Tensor]
+
+
+class Drafts(Forward):
+    """The part of an EvictionCache that holds tokens back until `crop` says which stay."""
+
+    _drafting: bool  # whether forwards are drafts
+    _known: int  # columns that no crop takes back; later ones of a forward are its draft
+
+    @property
+    def is_croppable(self) -> bool:
+        """Whether forwards are drafts now; what was evicted without one cannot come back."""
+        return self._drafting
+
+    def activate_past_recording(self) -> None:
+        """Take every forward from now on as a draft, until `end_drafts`; transformers' name.
+
+        Raises:
+            UnsupportedModelError: layers of transformers' own that cannot be cropped.
+        """
+        fixed = [x for x in self.layers if not isinstance(x, EvictionLayer) and not x.is_croppable]
+        if fixed:
+            kinds = ", ".join(sorted({type(x).__name__ for x in fixed}))
+            raise UnsupportedModelError(
+                f"drafts cannot be taken back from layers of transformers' own ({kinds}): leave "
+                "assistant_model and prompt_lookup_num_tokens out"
+            )
+        super().activate_past_recording()  # type: ignore[misc]
+        self._drafting, self._known = True, 0
+
+    def certain_until(self, columns: int) -> None:
+        """Say that no crop will take back one of the first `columns`, nor the token after a crop.
+
+        A prompt is then one chunk, attended and evicted as ever, even with a draft behind it.
+        """
+        self._known = columns
+
+    def end_drafts(self) -> None:
+        """Go back to plain forwards; a draft that was left open (an exception) is taken back."""
+        if not self._drafting:
+            return
+        if self._draft is not None and not self._broken:
+            self.crop(-self._draft.draft)
+        self._drafting = False
+        for layer in self.layers:
+            if hasattr(layer, "record_past"):
+                layer.record_past = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Settle the open draft: all but its last tokens stay, as if fed one by one.
+
+        Args:
+            tokens_to_remove: 0 or negative: minus the tokens that go.
+
+        Raises:
+            CacheError: more than the open draft has, or none is open.
+        """
+        plan = self._draft
+        most = 0 if plan is None else plan.draft
+        if not -most <= tokens_to_remove <= 0:
+            raise CacheError(
+                f"crop({tokens_to_remove}): the open draft has {most} tokens, and what was "
+                "evicted before cannot come back; 0 keeps it whole, a negative number cuts its end"
+            )
+        self._draft = None
+        stay = 0 if plan is None else plan.length + tokens_to_remove
+        try:
+            for layer in self.layers:
+                if not isinstance(layer, EvictionLayer):
+                    if self._drafting:
+                        layer.crop(tokens_to_remove)
+                elif plan is not None:
+                    settle(layer, plan, stay)
+        except BaseException:
+            self._broken = True
+            raise
+        if plan is not None:
+            kept = plan.part(0, stay)
+            self._seen = plan.seen + stay
+            padded = plan.padded
+            self._row_seen = kept.after(plan.position.device) if padded else plan.start + stay
+            self._check_scores(kept)
+        if self._known:
+            self._known = self._seen + 1
+
+    def _unsure(self, length: int) -> int:
+        """Return how many of the next columns are a draft."""
+        return min(length, max(0, self._seen + length - self._known)) if self._drafting else 0
+
+
+class Trial(RankedLayer):
+    """A copy of a ranked layer that goes ahead, and remembers the scores of every step.
+
+    Attributes:
+        trace: scores after each token was attended, before its victim was chosen.
+    """
+
+    def __init__(self, layer: RankedLayer) -> None:
+        self.__dict__.update(layer.__dict__)
+        for name in layer._state_names():
+            state = getattr(layer, name)
+            setattr(self, name, None if state is None else state.clone())
+        self.trace: list[Tensor] = []
+
+    def _free_slots(self, plan: Plan, before: bool = False) -> None:
+        if not before:
+            self.trace.append(self.score.clone())
+        super()._free_slots(plan, before)
+
+
+def token_by_token(
+    layer: RankedLayer, plan: Plan, q: Tensor, k: Tensor, v: Tensor, attend: Attend
+) -> Tensor:
+    """Attend a forward with a draft as plain decoding would: what is certain at once, then steps.
+
+    Args:
+        layer: not changed by the draft.
+        plan: of the whole forward.
+        q: `[B, H*G, Q, D]`.
+        k: `[B, H, Q, D]`.
+        v: `[B, H, Q, D]`.
+        attend: attends queries to what a layer's `update` returned, and commits the layer.
+
+    Returns:
+        What `attend` returned, together along dimension 1.
+    """
+
+    def feed(into: RankedLayer, first: int, stop: int) -> Tensor:
+        into.plan = plan.part(first, stop)
+        keys, values = into.update(k[:, :, first:stop], v[:, :, first:stop])
+        return attend(into, q[:, :, first:stop], keys, values)
+
+    sure = plan.length - plan.draft
+    outs = [feed(layer, 0, sure)] if sure else []
+    trial = Trial(layer)
+    outs += [feed(trial, at, at + 1) for at in range(sure, plan.length)]
+    layer.plan, layer.seen = plan, plan.seen + plan.length
+    layer.draft = (k[:, :, sure:].detach().clone(), v[:, :, sure:].detach().clone(), trial.trace)
+    return torch.cat(outs, 1)
+
+
+def settle(layer: EvictionLayer, plan: Plan, stay: int) -> None:
+    """Enter the tokens of a draft that stay.
+
+    Args:
+        layer: which attended the draft.
+        plan: of the draft's forward.
+        stay: columns of that forward that stay.
+    """
+    assert layer.draft is not None
+    k, v, trace = layer.draft
+    layer.draft = None
+    sure = plan.length - plan.draft
+    layer.seen = plan.seen + stay
+    if not isinstance(layer, RankedLayer):
+        layer.plan = plan.part(sure, stay)
+        if stay > sure:
+            layer._extend(k[:, :, : stay - sure], v[:, :, : stay - sure], layer.plan)
+            layer.commit()
+        return
+    for at, score in enumerate(trace[: stay - sure]):
+        layer.plan = plan.part(sure + at, sure + at + 1)
+        layer.update(k[:, :, at : at + 1], v[:, :, at : at + 1])
+        layer.score.copy_(score)
+        layer._free_slots(layer.plan)
