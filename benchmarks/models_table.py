@@ -34,6 +34,9 @@ function, with which options, masks and keys; how keys turn with the position) a
 of short forwards against a DynamicCache. Layers with a sliding window, and recurrent ones, keep
 transformers' own cache; only layers of full attention evict.
 
+Assisted and prompt-lookup decoding give what plain decoding gives, tokens and kept sets; "no
+drafts" marks families whose recurrent or convolution layers cannot take a draft back: they raise.
+
 {counts}
 
 | family | served | in-cache positions | padded rows | remarks |

@@ -192,6 +192,34 @@ def h2o_is_exact(model: Any) -> None:
     assert off(got, wanted) < TOLERANCE + 3 * own, off(got, wanted)
 
 
+def drafts_leave_no_trace(model: Any) -> bool:
+    """What stays of drafts is as if fed token by token; False where they cannot be taken back."""
+    ids, prompt = tokens(), 8
+    own = off(feed(model, ids, stock(model), [prompt, 9, 9]), plain(model, ids))
+    with patch(model):
+        for policy in (f"h2o:heavy={_HEAVY},recent={_RECENT}", f"window:window={_WINDOW}"):
+            cache, alone = EvictionCache(model, policy), EvictionCache(model, policy)
+            try:
+                cache.activate_past_recording()
+            except UnsupportedModelError:
+                return False
+            cache.certain_until(prompt)
+            at = prompt
+            feed_on(model, ids[:, :at], alone)
+            feed_on(model, ids[:, : at + 2], cache)  # the prompt, and two tokens that go again
+            cache.crop(-2)
+            for length, stay in ((5, 2), (4, 4), (1, 1), (6, 1), (4, 3)):
+                got = feed_on(model, ids[:, at : at + length], cache)[:, :stay]
+                cache.crop(stay - length)
+                new = ids[:, at : at + stay].split(1, 1)
+                wanted = torch.cat([feed_on(model, token, alone) for token in new], 1)
+                assert off(got, wanted) < TOLERANCE + 3 * own, (policy, at, off(got, wanted))
+                at += stay
+            for index in evicting(cache):
+                assert torch.equal(cache.kept_positions(index), alone.kept_positions(index))
+    return True
+
+
 # -- helpers --------------------------------------------------------------------------------------
 
 
@@ -201,10 +229,11 @@ def plain(model: Any, ids: Tensor) -> Tensor:
         return model(input_ids=ids, use_cache=False).logits
 
 
-def feed_on(model: Any, ids: Tensor, cache: EvictionCache) -> None:
-    """Feed more tokens to a cache in use."""
+def feed_on(model: Any, ids: Tensor, cache: EvictionCache) -> Tensor:
+    """Feed more tokens to a cache in use; their logits."""
     with torch.no_grad():
-        model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+        out = model(input_ids=ids, use_cache=True, **{cache_argument(model): cache})
+    return out.logits  # type: ignore[no-any-return]
 
 
 def in_cache(model: Any, policy: str) -> EvictionCache:

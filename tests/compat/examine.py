@@ -57,6 +57,8 @@ def examine(name: str) -> Row:
         conformance.padded_row_is_the_row_alone(model)
     else:
         why.append("recurrent layers see the pads")
+    if not conformance.drafts_leave_no_trace(model):
+        why.append("no drafts")
     if limit is not None:
         why.append("positions fed stay below the length where its positions change")
     return Row(name, "yes", "yes" if turned else "no", "no" if pads else "yes", "; ".join(why))

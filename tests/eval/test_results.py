@@ -1,4 +1,6 @@
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -101,6 +103,27 @@ def test_a_failed_write_leaves_the_old_file(tmp_path: Path) -> None:
         write_json(path, {"a": Unwritable()})
     assert json.loads(path.read_text()) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_full_disk_is_an_error_and_the_old_result_stays(tmp_path: Path, monkeypatch: Any) -> None:
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "fsync", full)
+        with pytest.raises(KvevictError, match="No space left"):
+            write_json(path, {"a": 2})
+    assert json.loads(path.read_text()) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_folder_that_cannot_be_is_an_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(KvevictError, match="cannot write"):
+        write_json(tmp_path / "file" / "x.json", {"a": 1})
 
 
 def test_a_reader_of_the_old_file_never_sees_half_of_the_new(tmp_path: Path) -> None:
