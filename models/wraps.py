@@ -88,7 +88,7 @@ def keeping_cache(prepare: Method, model: Any, name: str) -> Method:
 
     @functools.wraps(prepare)
     def wrapped(input_ids: Any, *args: Any, **kwargs: Any) -> Any:
-        given = kwargs.get(name)
+        given: Any = kwargs.get(name)
         ours = isinstance(given, EvictionCache)
         if ours and given.is_croppable and given.seen and kwargs.get("is_first_iteration"):
             # A kept cache: drafting feeds the whole sequence again where plain decoding does not.
