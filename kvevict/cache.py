@@ -279,9 +279,10 @@ class EvictionCache(Drafts, Cache):
         self.backend = handle.settle_backend(self._asked[1])
         rings = [x for x in self.layers if isinstance(x, RingLayer)]
         heads = Heads(rings)
-        for layer, rope in zip(self.layers, ropes, strict=True):
+        for layer, rope, over in zip(self.layers, ropes, handle.findings.over_ranks, strict=True):
             if isinstance(layer, EvictionLayer):
                 layer.rope, layer.backend = rope, self.backend
+                layer.over_ranks = over
             if isinstance(layer, RingLayer):
                 layer.heads = heads
         self._heads = heads

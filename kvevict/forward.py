@@ -166,6 +166,12 @@ class Forward:
                 "a compiled step needs full attention in every layer, and original positions "
                 "under a ranked policy"
             )
+        split = any(isinstance(x, EvictionLayer) and x.over_ranks for x in self.layers)
+        if split and self.policy.scope == "layer":
+            raise UnsupportedModelError(
+                f"a compiled step of {self.policy} with heads split over ranks: scores are summed "
+                'between them; use scope="head", or no compiled step'
+            )
         capacity = self.policy.capacity
         full = capacity is not None and not plan.padded and self._seen > capacity
         if not full or (not rings and not plan.ledgers):

@@ -8,6 +8,7 @@ token. Eviction comes after attention: `update` returns what this forward attend
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,6 +32,8 @@ class EvictionLayer(CacheLayerMixin):
         seen: columns seen, pads included.
         rope: rotation of this layer's keys, where positions inside the cache need one.
         backend: "torch" or "triton", which the attention function runs.
+        over_ranks: adds up, in place, what every rank of a model has whose heads are split; None
+            where one process has all heads of the layer.
     """
 
     keys: Any  # Tensors from the first forward on, None before
@@ -46,6 +49,7 @@ class EvictionLayer(CacheLayerMixin):
         self.evict_every = evict_every
         self.rope: Any = None
         self.backend = "torch"
+        self.over_ranks: Callable[[Tensor], None] | None = None
         self.plan: Plan | None = None
         self._start_over()
 

@@ -24,6 +24,7 @@ from kvevict.slots import Array, Slots
 REGISTRY: dict[str, type[Policy]] = {}
 
 Scores = Literal["none", "sum", "window", "last"]
+Scope = Literal["head", "layer"]
 T = TypeVar("T")
 
 
@@ -94,6 +95,14 @@ class Policy(ABC):
     def votes_repeat(self) -> bool:
         """Whether, with `scores` "window", single tokens' queries count too."""
         return False
+
+    @property
+    def scope(self) -> Scope:
+        """What keeps one set of tokens: each KV "head" its own, or all heads of a "layer" together.
+
+        With "layer", scores are summed over the heads, over ranks too where heads are split.
+        """
+        return "head"
 
     def importance(self, slots: Slots) -> Array:
         """Return what the middle is ranked by, `[..., N]`; larger stays longer."""
@@ -266,6 +275,16 @@ def check_tokens(policy: Policy, name: str, minimum: int = 0, share: bool = Fals
         raise PolicyError(f"{label}: give a whole number of tokens{extra}")
     if value < minimum:
         raise PolicyError(f"{label}: give at least {minimum}")
+
+
+def check_scope(policy: Policy) -> None:
+    """Check that a policy's scope is one of the two.
+
+    Raises:
+        PolicyError: with the value and the remedy.
+    """
+    if policy.scope not in typing.get_args(Scope):
+        raise PolicyError(f'{type(policy).__name__}.scope={policy.scope!r}: give "head" or "layer"')
 
 
 def parse(text: str | Policy) -> Policy:

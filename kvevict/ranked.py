@@ -121,6 +121,8 @@ class RankedLayer(EvictionLayer):
         kind, one = self.policy.scores, plan.length == 1
         if kind == "window" and one and not self.policy.votes_repeat:
             return
+        if self.policy.scope == "layer":
+            column_sums = self._over_heads(column_sums)
         if kind == "last" or (kind == "window" and (not one or self.evict_every == 1)):
             score.copy_(column_sums)
             return
@@ -128,6 +130,16 @@ class RankedLayer(EvictionLayer):
         if decay != 1.0:
             score.mul_(decay**plan.length)
         score.add_(column_sums)
+
+    def _over_heads(self, column_sums: Tensor) -> Tensor:
+        """Give every head the sum over all heads of the layer: their choices are then the same.
+
+        Heads hold the same tokens in the same slots all along, so slots can be added up.
+        """
+        total = column_sums.sum(1, keepdim=True)
+        if self.over_ranks is not None:
+            self.over_ranks(total)
+        return total.expand_as(column_sums)
 
     def _free_slots(self, plan: Plan, before: bool = False) -> None:
         """Find the slot that the next token takes; with `evict_every` above 1, free that many."""

@@ -287,6 +287,8 @@ def _ranked(
 def _fused_step(layer: RankedLayer, plan: Plan, q: Tensor, scale: float) -> Tensor:
     """Attend one token a row over the slots and add its probabilities to the scores, fused."""
     at = plan.on(q.device)[0].expand(q.shape[0], -1).contiguous()
+    alone = layer.policy.scope == "head"  # else heads' sums are added up before they count
+    scores = layer.score if alone else torch.zeros_like(layer.score)
     done = decode(
         q,
         layer.keys,
@@ -294,10 +296,10 @@ def _fused_step(layer: RankedLayer, plan: Plan, q: Tensor, scale: float) -> Tens
         layer.position,
         at,
         scale=scale,
-        scores=layer.score,
-        decay=layer.policy.decay_factor,
+        scores=scores,
+        decay=layer.policy.decay_factor if alone else 1.0,
     )
-    layer.commit()
+    layer.commit(None if alone else scores[:, :, : layer.length])
     return done.out
 
 

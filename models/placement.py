@@ -1,8 +1,12 @@
 """Where a model's parts lie: on one device, dispatched over several, or over pipeline ranks."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
+
+Reduce = Callable[[torch.Tensor], None]
 
 
 def input_device(model: Any) -> torch.device:
@@ -24,3 +28,40 @@ def input_device(model: Any) -> torch.device:
 def is_pipeline_part(model: Any) -> bool:
     """Whether other processes hold some of the layers (pipeline parallelism)."""
     return any(type(module).__name__ == "PipelineIdentityLayer" for module in model.modules())
+
+
+def over_ranks(attention: Any, heads: int, config: Any) -> Reduce | None:
+    """Return what adds up a tensor over the ranks that an attention module's heads are split over.
+
+    Args:
+        attention: transformers' attention module.
+        heads: KV heads that this process has of it.
+        config: of the model.
+
+    Returns:
+        A function that works in place, or None where this process has all heads.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    # A fused projection may be split and its output gathered: every rank then has all heads.
+    if heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads):
+        return None
+    from torch.distributed.tensor import DTensor, Shard
+
+    for parameter in attention.parameters():
+        if not isinstance(parameter, DTensor):
+            continue
+        mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
+        if names is None and mesh.ndim > 1:
+            continue  # nothing says which dimension splits heads
+        at = 0 if names is None else names.index("tp") if "tp" in names else -1
+        # Rows of a projection are heads: queries, keys and values are split by rows.
+        if at < 0 or parameter.placements[at] != Shard(0) or mesh.size(at) == 1:
+            continue
+        group = mesh.get_group(at)
+
+        def add_up(tensor: torch.Tensor, group: Any = group) -> None:
+            dist.all_reduce(tensor, group=group)
+
+        return add_up
+    return None

@@ -15,7 +15,7 @@ from transformers.cache_utils import DynamicCache, DynamicLayer
 
 from kvevict.errors import UnsupportedModelError
 from kvevict.models import attention
-from kvevict.models.placement import input_device, is_pipeline_part
+from kvevict.models.placement import Reduce, input_device, is_pipeline_part, over_ranks
 from kvevict.models.rope import Rope, fit, no_rotation
 
 _TOKENS = 6
@@ -76,6 +76,7 @@ class Findings:
         position_limit: positions that may be fed before something about them changes.
         in_cache_problem: why positions inside the cache are not to be had, whatever the layers.
         head_dims: of the layers that evict.
+        over_ranks: by layer, what adds up over the ranks that its heads are split over, or None.
     """
 
     model_type: str
@@ -83,6 +84,7 @@ class Findings:
     position_limit: int | None = None
     in_cache_problem: str | None = None
     head_dims: frozenset[int] = frozenset()
+    over_ranks: list[Reduce | None] = field(default_factory=list)
 
 
 def probe(model: Any) -> Findings:
@@ -108,6 +110,11 @@ def probe(model: Any) -> Findings:
     if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
         _check_positions(model, config)
     findings.head_dims = frozenset(int(first.layers[i].keys.shape[-1]) for i in evicting)
+    modules = {getattr(call["module"], "layer_idx", -1): call["module"] for call in calls}
+    findings.over_ranks = [
+        over_ranks(modules[i], int(x.keys.shape[1]), config) if i in evicting else None
+        for i, x in enumerate(first.layers)
+    ]
     findings.position_limit, findings.in_cache_problem = _limits(config)
     ends = [len(table) for table in _tables(model)]
     if ends:

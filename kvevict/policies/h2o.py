@@ -7,7 +7,7 @@ from typing import Any, Literal
 from array_api_compat import array_namespace
 
 from kvevict.errors import PolicyError
-from kvevict.policy import Policy, check_tokens, is_share
+from kvevict.policy import Policy, Scope, check_scope, check_tokens, is_share
 from kvevict.slots import Array, Slots
 
 
@@ -27,6 +27,7 @@ class H2O(Policy, name="h2o"):
         sinks: first tokens that always stay (departure; the authors' code has none).
         normalize: "age" divides a score by the queries that could see the token (departure).
         decay: factor on old scores per new token, 1.0 for the authors' plain sums (departure).
+        scope: "head", or "layer" for one set for all heads of a layer (departure).
     """
 
     heavy: int | str = 512
@@ -34,6 +35,7 @@ class H2O(Policy, name="h2o"):
     sinks: int = 0
     normalize: Literal["none", "age"] = "none"
     decay: float = 1.0
+    scope: Scope = "head"
 
     scores = "sum"
 
@@ -41,6 +43,7 @@ class H2O(Policy, name="h2o"):
         check_tokens(self, "heavy", share=True)
         check_tokens(self, "recent", share=True)
         check_tokens(self, "sinks")
+        check_scope(self)
         if self.normalize not in ("none", "age"):
             raise PolicyError(f'H2O.normalize={self.normalize!r}: give "none" or "age"')
         decay = self.decay
@@ -78,7 +81,8 @@ class H2O(Policy, name="h2o"):
         return slots.score / xp.where(exposure > 0, exposure, xp.full_like(exposure, math.inf))
 
     def departures(self) -> dict[str, Any]:
-        """Return sinks, age normalisation and decay where they are in use."""
+        """Return sinks, age normalisation, decay and the layer's one set where they are in use."""
         used = {"sinks": self.sinks, "normalize": self.normalize, "decay": self.decay}
-        plain = {"sinks": 0, "normalize": "none", "decay": 1.0}
+        used["scope"] = self.scope
+        plain = {"sinks": 0, "normalize": "none", "decay": 1.0, "scope": "head"}
         return {k: v for k, v in used.items() if v != plain[k]}

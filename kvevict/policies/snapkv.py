@@ -1,11 +1,12 @@
 """SnapKV: keep what the end of the prompt attends to, pooled over neighbours."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from array_api_compat import array_namespace
 
 from kvevict.errors import PolicyError
-from kvevict.policy import Policy, check_tokens
+from kvevict.policy import Policy, Scope, check_scope, check_tokens
 from kvevict.slots import Array, Slots
 
 
@@ -24,6 +25,7 @@ class SnapKV(Policy, name="snapkv"):
         kernel: positions pooled, an odd number; 1 pools nothing.
         repeat: whether decoding votes too: with `evict_every=n` its last n queries at each
             eviction. Otherwise the prompt's votes stand, and new tokens have none.
+        scope: "head", or "layer" for one set for all heads of a layer (departure).
     """
 
     heavy: int = 992
@@ -31,6 +33,7 @@ class SnapKV(Policy, name="snapkv"):
     window: int = 32
     kernel: int = 5
     repeat: bool = False
+    scope: Scope = "head"
 
     scores = "window"
 
@@ -39,6 +42,7 @@ class SnapKV(Policy, name="snapkv"):
         check_tokens(self, "recent", minimum=1)
         check_tokens(self, "window", minimum=1)
         check_tokens(self, "kernel", minimum=1)
+        check_scope(self)
         if self.kernel % 2 == 0:
             raise PolicyError(f"SnapKV.kernel={self.kernel}: give an odd number")
         if not isinstance(self.repeat, bool):
@@ -75,3 +79,9 @@ class SnapKV(Policy, name="snapkv"):
             earlier = xp.concat([edge, ordered[..., : n - step]], axis=-1)
             pooled = xp.maximum(pooled, xp.maximum(later, earlier))
         return xp.take_along_axis(pooled, xp.argsort(order, axis=-1), axis=-1)
+
+    def departures(self) -> dict[str, Any]:
+        """Return votes while decoding and the layer's one set where they are in use."""
+        used = {"repeat": self.repeat, "scope": self.scope}
+        plain = {"repeat": False, "scope": "head"}
+        return {k: v for k, v in used.items() if v != plain[k]}

@@ -23,22 +23,30 @@ def load(mode: str, folder: str) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, distributed_config=config).eval()
 
 
+def losses(model: Any, ids: torch.Tensor, cache: EvictionCache) -> list[float]:
+    """Stream tokens through a cache and return the loss of each but the first."""
+    steps = list(stream(model, ids, cache, chunk=7))
+    return torch.cat([x.nll for x in steps])[1:].tolist()
+
+
 def main() -> None:
     mode, folder, out, *policies = sys.argv[1:]
     transformers.logging.set_verbosity_error()
     model = load(mode, folder)
-    ids = torch.arange(3, 33)[None]
+    ids = torch.arange(3, 33, device=model.device)[None]
     settings = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
     found: dict[str, Any] = {}
     for policy in policies:
         with patch(model, policy):
             found[policy] = model.generate(ids, **settings)[0].tolist()
         if mode == "tp":
-            with patch(model):
+            with patch(model) as handle:
                 cache = EvictionCache(model, policy)
-                steps = list(stream(model, ids, cache, chunk=7))
-                found[policy + " nll"] = torch.cat([x.nll for x in steps])[1:].tolist()
+                found[policy + " nll"] = losses(model, ids, cache)
                 found[policy + " bytes"] = cache.nbytes()
+                found[policy + " kept"] = cache.kept_positions(3).tolist()
+                handle.findings.over_ranks = [None] * len(cache.layers)
+                found[policy + " nll, deaf"] = losses(model, ids, EvictionCache(model, policy))
     Path(out, f"{mode}-{dist.get_rank()}.json").write_text(json.dumps(found))
     dist.destroy_process_group()
 

@@ -17,7 +17,8 @@ from kvevict.models.planner import plan
 from kvevict.models.releases import cache_argument
 
 WORKER = Path(__file__).with_name("engine_worker.py")
-POLICIES = ["streaming_llm:sinks=2,window=9", "h2o:heavy=5,recent=6"]
+BY_LAYER = ["h2o:heavy=5,recent=6,scope=layer", "tova:budget=11,scope=layer"]
+POLICIES = ["streaming_llm:sinks=2,window=9", "h2o:heavy=5,recent=6", *BY_LAYER]
 SETTINGS = {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
 
 
@@ -36,8 +37,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def alone(folder: Path) -> dict[str, Any]:
     """What one process finds."""
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
-    ids = torch.arange(3, 33)[None]
+    return find(folder, "cpu")
+
+
+def find(folder: Path, device: str) -> dict[str, Any]:
+    model = AutoModelForCausalLM.from_pretrained(folder).eval().to(device)
+    ids = torch.arange(3, 33, device=device)[None]
     found: dict[str, Any] = {}
     for policy in POLICIES:
         with patch(model, policy):
@@ -46,14 +51,17 @@ def alone(folder: Path) -> dict[str, Any]:
             steps = list(stream(model, ids, cache, chunk=7))
             found[policy + " nll"] = torch.cat([x.nll for x in steps])[1:].tolist()
             found[policy + " bytes"] = cache.nbytes()
+            found[policy + " kept"] = cache.kept_positions(3).tolist()
     return found
 
 
-def run(mode: str, folder: Path, out: Path) -> list[dict[str, Any]]:
-    """Run the worker on two gloo ranks."""
+def run(mode: str, folder: Path, out: Path, device: str = "cpu") -> list[dict[str, Any]]:
+    """Run the worker on two ranks: gloo, or NCCL with a GPU each."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += ["--nproc-per-node", "2", str(WORKER), mode, str(folder), str(out), *POLICIES]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    if device == "cpu":
+        environment["CUDA_VISIBLE_DEVICES"] = ""
     environment["PYTHONPATH"] = os.pathsep.join(x for x in sys.path if x)
     done = subprocess.run(
         command, capture_output=True, text=True, env=environment, timeout=300, check=False
@@ -62,14 +70,26 @@ def run(mode: str, folder: Path, out: Path) -> list[dict[str, Any]]:
     return [json.loads((out / f"{mode}-{rank}.json").read_text()) for rank in (0, 1)]
 
 
-def test_tensor_parallel_tokens_equal_one_process(
-    folder: Path, alone: dict[str, Any], tmp_path: Path
-) -> None:
-    for found in run("tp", folder, tmp_path):
-        for policy in POLICIES:
+def check_tensor_parallel(ranks: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    for policy in POLICIES:
+        heads = [head for found in ranks for head in found[policy + " kept"][0]]
+        assert [heads] == alone[policy + " kept"]
+        for found in ranks:
             assert found[policy] == alone[policy]
             assert found[policy + " nll"] == pytest.approx(alone[policy + " nll"], abs=1e-3)
             assert found[policy + " bytes"] * 2 == alone[policy + " bytes"]  # half of the heads
+            off = max(
+                abs(a - b)
+                for a, b in zip(found[policy + " nll, deaf"], alone[policy + " nll"], strict=True)
+            )
+            # Ranks that do not add up their scores go apart, where heads are to agree.
+            assert (off > 1e-2) == (policy in BY_LAYER), (policy, off)
+
+
+def test_tensor_parallel_tokens_equal_one_process(
+    folder: Path, alone: dict[str, Any], tmp_path: Path
+) -> None:
+    check_tensor_parallel(run("tp", folder, tmp_path), alone)
 
 
 def test_pipeline_parallel_tokens_equal_one_process(
@@ -78,6 +98,44 @@ def test_pipeline_parallel_tokens_equal_one_process(
     pytest.importorskip("transformers.distributed")
     for found in run("pp", folder, tmp_path):
         assert found == {policy: alone[policy] for policy in POLICIES}
+
+
+@pytest.fixture
+def two_gpus() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("fewer than two CUDA devices")
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+def test_tensor_parallel_on_two_gpus(folder: Path, tmp_path: Path) -> None:
+    check_tensor_parallel(run("tp", folder, tmp_path, "cuda"), find(folder, "cuda"))
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+def test_pipeline_parallel_on_two_gpus(folder: Path, tmp_path: Path) -> None:
+    alone = find(folder, "cuda")
+    for found in run("pp", folder, tmp_path, "cuda"):
+        assert found == {policy: alone[policy] for policy in POLICIES}
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("two_gpus")
+def test_layers_on_two_gpus_give_the_same_tokens(folder: Path) -> None:
+    alone = find(folder, "cuda")
+    where: dict[str, int] = {f"model.layers.{i}": i % 2 for i in range(4)}
+    where |= {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.norm": 1, "lm_head": 1}
+    model = AutoModelForCausalLM.from_pretrained(folder, device_map=where).eval()
+    ids = torch.arange(3, 33, device="cuda:0")[None]
+    for policy in POLICIES:
+        with patch(model, policy):
+            assert model.generate(ids, **SETTINGS)[0].tolist() == alone[policy]
+        with patch(model):
+            cache = EvictionCache(model, policy)
+            list(stream(model, ids, cache, chunk=7))
+            assert [x.keys.device.index for x in cache.layers] == [0, 1, 0, 1]
+            assert cache.kept_positions(3).tolist() == alone[policy + " kept"]
 
 
 @pytest.mark.parametrize("first", ["cpu", "disk"])

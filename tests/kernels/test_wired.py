@@ -41,6 +41,7 @@ def run(model, ids, policy, backend, mask=None, prompt=14, evict_every=1):
         ("h2o:heavy=4,recent=4", 1),
         ("h2o:heavy=4,recent=3,sinks=1,decay=0.9", 1),
         ("h2o:heavy=4,recent=4", 3),
+        ("h2o:heavy=4,recent=4,decay=0.9,scope=layer", 1),
         ("h2o:heavy=40,recent=40", 1),
         ("snapkv:heavy=5,recent=3,window=2", 1),
         ("tova:budget=8", 1),

@@ -123,8 +123,13 @@ class Reference:
         counted: str = "all",
         early: bool = False,
         pooled: bool = False,
+        voters: int | None = None,
+        anew: str = "",
+        silent: bool = False,
+        cleared: bool = False,
+        kernel: int = 1,
     ) -> "H2OResult":
-        """Attend, accumulate, evict, in loops.
+        """Attend, accumulate, evict, in loops; TOVA and SnapKV differ in which queries count.
 
         Args:
             ids: tokens of one row.
@@ -134,7 +139,12 @@ class Reference:
             counted: "all" queries; or, for wrong variants, only the "last" of a forward, all but
                 a token's "others" (its own weight is left out), or only the last step "now".
             early: wrong variant: evict before attention.
-            pooled: wrong variant: one score for all KV heads.
+            pooled: one score for all KV heads, the sum of theirs.
+            voters: only a forward's last queries count.
+            anew: "all" forwards' scores replace the older ones, or those of "chunks" alone.
+            silent: a forward of one token counts for nothing.
+            cleared: where a forward of one token evicts, scores start from 0 after it.
+            kernel: scores are max-pooled over so many neighbours among what is stored.
         """
         lengths = [1] * len(ids) if forwards is None else forwards
         assert sum(lengths) == len(ids)
@@ -152,7 +162,9 @@ class Reference:
             middle = rest[: len(rest) - recent]
 
             def worth(j: int) -> tuple[float, int]:
-                return (score[j] / (newest + 1 - j) if age else score[j], j)
+                at, reach = stored.index(j), kernel // 2
+                most = max(score[i] for i in stored[max(0, at - reach) : at + reach + 1])
+                return (most / (newest + 1 - j) if age else most, j)
 
             best = sorted(middle, key=worth)[len(middle) - heavy :] if heavy else []
             return head + sorted(best) + tail
@@ -171,29 +183,34 @@ class Reference:
                     seen = stored[h] + new
                     at = list(range(len(seen))) if in_cache else seen
                     keys = self.rope(k[h, seen], at)
-                    column = {j: scores[h].get(j, 0.0) * decay**length for j in seen}
-                    if counted == "now":
-                        column = dict.fromkeys(seen, 0.0)
+                    column = dict.fromkeys(seen, 0.0)
+                    votes = not (silent and length == 1)
+                    fresh = anew == "all" or (anew == "chunks" and length > 1)
+                    stays = 0.0 if counted == "now" or (fresh and votes) else decay**length
+                    scores[h] = {j: scores[h].get(j, 0.0) * stays for j in seen}
                     for i in new:
                         own = seen.index(i)
                         for head in range(h * group, (h + 1) * group):
                             query = self.rope(q[head, i : i + 1], at[own : own + 1])[0]
                             weights = softmax(keys[: own + 1] @ query / np.sqrt(len(query)))
                             out[head, i] = weights @ v[h, seen[: own + 1]]
-                            if counted == "last" and i != new[-1]:
+                            last = 1 if counted == "last" else voters or length
+                            if not votes or i not in new[-last:]:
                                 continue
                             for j, weight in zip(seen, weights, strict=False):
                                 if counted != "others" or j != i:
                                     column[j] += weight * decay ** (new[-1] - i)
                     columns.append(column)
                 if pooled:
-                    joint = {j: sum(c.get(j, 0.0) for c in columns) for c in columns for j in c}
-                    columns = [{j: joint[j] for j in c} for c in columns]
+                    columns = [{j: sum(c[j] for c in columns) for j in columns[0]}] * len(columns)
                 for h in range(self.kv_heads):
-                    scores[h] = columns[h]
+                    scores[h] = {j: scores[h][j] + columns[h][j] for j in columns[h]}
                     limit = capacity + evict_every - 1
+                    before = len(stored[h]) + length
                     stored[h] = keep(stored[h] + new, scores[h], limit)
                     scores[h] = {j: scores[h][j] for j in stored[h]}
+                    if cleared and length == 1 and len(stored[h]) < before:
+                        scores[h] = dict.fromkeys(scores[h], 0.0)
                     result.most = max(result.most, len(stored[h]))
                 start += length
             result.kept.append(stored)

@@ -17,6 +17,7 @@ POLICIES = [
     "h2o:heavy=6,recent=6,sinks=2,normalize=age,decay=0.9",
     "random:budget=16",
     "tova:budget=16",
+    "tova:budget=16,scope=layer",
 ]
 
 

@@ -27,6 +27,7 @@ POLICIES = [
     ("h2o:heavy=4,recent=5", "original", 3),
     ("h2o:heavy=3,recent=4,sinks=2,normalize=age", "auto", 1),
     ("tova:budget=9", "auto", 1),
+    ("h2o:heavy=4,recent=5,scope=layer", "auto", 1),
     ("snapkv:heavy=8,recent=4,window=3,repeat=true", "auto", 4),
     ("random:budget=9,recent=3", "auto", 1),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvevict import Policy, PolicyError, parse
-from kvevict.policies import H2O, Full, Random, StreamingLLM, Window
+from kvevict.policies import H2O, TOVA, Full, Random, SnapKV, StreamingLLM, Window
 from kvevict.policy import REGISTRY, share_of
 
 ROOT = Path(__file__).parents[2]
@@ -25,6 +25,8 @@ SAME = {
     "h2o:heavy=20%,recent=10%,sinks=4": H2O("20%", "10%", sinks=4),
     "h2o:normalize=age,decay=0.5": H2O(normalize="age", decay=0.5),
     "random:budget=9,seed=3": Random(9, seed=3),
+    "tova:budget=9,scope=layer": TOVA(9, scope="layer"),
+    "snapkv:repeat=true,scope=layer": SnapKV(repeat=True, scope="layer"),
 }
 
 
@@ -50,6 +52,8 @@ WRONG_TEXT = {
     "h2o:decay=fast": "decay",
     "h2o:normalize=sometimes": "normalize",
     "window:window=10%": "share|int",
+    "tova:scope=model": "scope",
+    "window:scope=layer": "window",
     "full:window=3": "none",
 }
 
@@ -93,6 +97,12 @@ WRONG: list[tuple[type[Policy], dict[str, Any], str]] = [
     (H2O, {"decay": 1.5}, "decay"),
     (H2O, {"decay": float("nan")}, "decay"),
     (H2O, {"decay": True}, "decay"),
+    (H2O, {"scope": "model"}, "layer"),
+    (TOVA, {"scope": None}, "layer"),
+    (TOVA, {"budget": 3, "sinks": 3}, "fewer"),
+    (SnapKV, {"scope": True}, "layer"),
+    (SnapKV, {"kernel": 4}, "odd"),
+    (SnapKV, {"repeat": 1}, "True or False"),
     (Random, {"budget": 0}, "at least 1"),
     (Random, {"budget": 3, "sinks": 2, "recent": 2}, "larger"),
     (Random, {"seed": -1}, "-1"),
@@ -128,6 +138,11 @@ def test_departures_from_the_paper_are_named() -> None:
     assert H2O().departures() == StreamingLLM().departures() == {}
     assert H2O(sinks=4, decay=0.9).departures() == {"sinks": 4, "decay": 0.9}
     assert H2O(normalize="age").departures() == {"normalize": "age"}
+    assert H2O(scope="layer").departures() == {"scope": "layer"}
+    assert TOVA().departures() == {"scope": "head"}  # the paper has one set per layer
+    assert TOVA(scope="layer").departures() == SnapKV().departures() == {}
+    assert TOVA(sinks=2, scope="layer").departures() == {"sinks": 2}
+    assert SnapKV(repeat=True, scope="layer").departures() == {"repeat": True, "scope": "layer"}
 
 
 def test_every_policy_says_where_it_comes_from() -> None:
