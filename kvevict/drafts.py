@@ -12,7 +12,7 @@ copy of the layer's slots (the rest of the model runs once for all): what plain 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -39,8 +39,11 @@ class Drafts(Forward):
         """Whether forwards are drafts now; what was evicted without one cannot come back."""
         return self._drafting
 
-    def activate_past_recording(self) -> None:
+    def activate_past_recording(self, **kwargs: Any) -> None:
         """Take every forward from now on as a draft, until `end_drafts`; transformers' name.
+
+        Args:
+            **kwargs: for layers of transformers' own, from release 5.25 on.
 
         Raises:
             UnsupportedModelError: layers of transformers' own that cannot be cropped.
@@ -52,8 +55,8 @@ class Drafts(Forward):
                 f"drafts cannot be taken back from layers of transformers' own ({kinds}): leave "
                 "assistant_model and prompt_lookup_num_tokens out"
             )
-        super().activate_past_recording()  # type: ignore[misc]
-        self._drafting, self._known = True, 0
+        super().activate_past_recording(**kwargs)  # type: ignore[misc]
+        self._drafting = True
 
     def certain_until(self, columns: int) -> None:
         """Say that no crop will take back one of the first `columns`, nor the token after a crop.
@@ -65,10 +68,11 @@ class Drafts(Forward):
     def end_drafts(self) -> None:
         """Go back to plain forwards; a draft that was left open (an exception) is taken back."""
         if not self._drafting:
+            self._known = 0  # the prompt's end was announced, and then it came to no draft
             return
         if self._draft is not None and not self._broken:
             self.crop(-self._draft.draft)
-        self._drafting = False
+        self._drafting, self._known = False, 0
         for layer in self.layers:
             if hasattr(layer, "record_past"):
                 layer.record_past = False

@@ -82,7 +82,6 @@ class H2O(Policy, name="h2o"):
 
     def departures(self) -> dict[str, Any]:
         """Return sinks, age normalisation, decay and the layer's one set where they are in use."""
-        used = {"sinks": self.sinks, "normalize": self.normalize, "decay": self.decay}
-        used["scope"] = self.scope
         plain = {"sinks": 0, "normalize": "none", "decay": 1.0, "scope": "head"}
+        used = {name: getattr(self, name) for name in plain}
         return {k: v for k, v in used.items() if v != plain[k]}

@@ -49,6 +49,7 @@ class Script:
     """A candidate generator that proposes a known continuation, spoiled here and there."""
 
     requires_model_outputs = False
+    num_drafting_tokens = 7  # asked for from release 5.25 on
     truth: Tensor
     forwards = 0
     accepted: set[tuple[int, int]]
