@@ -1,7 +1,8 @@
 """Run the suite on every transformers release in range: `python -m benchmarks.version_matrix`.
 
 For each release a virtual environment is made that sees this one's packages (torch is not fetched
-again) and has its own transformers on top. Only tests that touch transformers run.
+again) and has its own transformers on top. Only tests that touch transformers run. A release whose
+requirements pip cannot find is installed without them, and its row says so.
 """
 
 import argparse
@@ -41,8 +42,12 @@ def known_releases() -> list[Version]:
     return sorted(x for x in releases if x >= floor() and not x.is_prerelease and x.major < 6)
 
 
-def make(release: Version, folder: Path) -> Path:
-    """Make an environment with this release over the packages of the present one."""
+def make(release: Version, folder: Path) -> tuple[Path, bool]:
+    """Make an environment with this release over the packages of the present one.
+
+    Returns:
+        Its python, and whether pip found all that the release requires.
+    """
     subprocess.run([sys.executable, "-m", "venv", str(folder)], check=True)
     python = folder / "bin" / "python"
     ask = "import sysconfig; print(sysconfig.get_paths()['purelib'])"
@@ -50,11 +55,13 @@ def make(release: Version, folder: Path) -> Path:
     shared = [str(ROOT), sysconfig.get_paths()["purelib"]]
     Path(own.stdout.strip(), "zz_shared.pth").write_text("\n".join(shared) + "\n")
     pip = [str(python), "-m", "pip", "install", "-q", "--disable-pip-version-check"]
-    subprocess.run([*pip, f"transformers=={release}"], check=True)
-    return python
+    whole = subprocess.run([*pip, f"transformers=={release}"], check=False).returncode == 0
+    if not whole:
+        subprocess.run([*pip, "--no-deps", f"transformers=={release}"], check=True)
+    return python, whole
 
 
-def run(python: Path, release: Version, arguments: list[str]) -> dict[str, object]:
+def run(python: Path, whole: bool, release: Version, arguments: list[str]) -> dict[str, object]:
     """Run the tests in one environment; one row."""
     ask = "import transformers; print(transformers.__version__)"
     got = subprocess.run([python, "-c", ask], capture_output=True, text=True, check=True)
@@ -63,12 +70,17 @@ def run(python: Path, release: Version, arguments: list[str]) -> dict[str, objec
     command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
     command += [f"--ignore={x}" for x in INDEPENDENT]
     began = time.perf_counter()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    # From 5.25 on the package `kernels` is required, unless its use is switched off.
+    environment = {**os.environ, **({} if whole else {"USE_HUB_KERNELS": "NO"})}
+    done = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
     lines = done.stdout.strip().splitlines() or ["no output"]
     if done.returncode:
         sys.stdout.write(done.stdout[-8000:] + done.stderr[-2000:])
     return {
         "transformers": str(release),
+        "requirements": "all" if whole else "not all found",
         "passed": done.returncode == 0,
         "summary": lines[-1].strip("= "),
         "seconds": round(time.perf_counter() - began, 1),
@@ -94,7 +106,8 @@ def main() -> int:
     rows = []
     for release in releases:
         with tempfile.TemporaryDirectory() as folder:
-            rows.append(run(make(release, Path(folder, "venv")), release, chosen.tests))
+            python, whole = make(release, Path(folder, "venv"))
+            rows.append(run(python, whole, release, chosen.tests))
         print(json.dumps(rows[-1]), flush=True)
     if chosen.json:
         chosen.json.write_text(json.dumps(rows, indent=1) + "\n")

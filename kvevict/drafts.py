@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from kvevict.errors import CacheError, UnsupportedModelError
 from kvevict.forward import Forward
@@ -31,7 +32,6 @@ Attend = Callable[[EvictionLayer, Tensor, Tensor, Tensor], Tensor]
 class Drafts(Forward):
     """The part of an EvictionCache that holds tokens back until `crop` says which stay."""
 
-    _drafting: bool  # whether forwards are drafts
     _known: int  # columns that no crop takes back; later ones of a forward are its draft
 
     @property
@@ -43,7 +43,8 @@ class Drafts(Forward):
         """Take every forward from now on as a draft, until `end_drafts`; transformers' name.
 
         Args:
-            **kwargs: for layers of transformers' own, from release 5.25 on.
+            **kwargs: for layers of transformers' own, from release 5.25 on. How many states
+                recurrent layers keep is set anew for every forward, whatever is given.
 
         Raises:
             UnsupportedModelError: layers of transformers' own that cannot be cropped.
@@ -57,6 +58,18 @@ class Drafts(Forward):
             )
         super().activate_past_recording(**kwargs)  # type: ignore[misc]
         self._drafting = True
+        self._keep_states(0)
+
+    def _keep_states(self, draft: int) -> None:
+        """Tell recurrent layers, which go back by states that they keep, how long a draft is.
+
+        transformers 5.25 asks once and for one state too few: with the whole draft rejected, its
+        own caches go back to before the token that stays.
+        """
+        for layer in self.layers:
+            recurrent = isinstance(layer, LinearAttentionCacheLayerMixin)
+            if recurrent and layer.record_past:
+                layer.recurrent_states_to_keep = draft + 1 if draft else 0
 
     def certain_until(self, columns: int) -> None:
         """Say that no crop will take back one of the first `columns`, nor the token after a crop.

@@ -44,12 +44,16 @@ class Forward:
     _ready: bool
     _limit: int | None
     _ledgers: list[Ledger]
+    _drafting: bool  # whether forwards are drafts
     _draft: Plan | None  # the forward whose draft is open
 
     def crop(self, tokens_to_remove: int) -> None:  # noqa: D102  see kvevict.drafts
         raise NotImplementedError
 
     def _unsure(self, length: int) -> int:
+        raise NotImplementedError
+
+    def _keep_states(self, draft: int) -> None:
         raise NotImplementedError
 
     def _settle(self, handle: Any) -> None:
@@ -112,6 +116,8 @@ class Forward:
             plan.ledgers = self._open_ledgers()
         elif draft:
             self._ledgers = []  # layers find their victims on their own
+        if self._drafting:
+            self._keep_states(draft)
         for layer in self.layers:
             if isinstance(layer, EvictionLayer):
                 layer.plan = plan

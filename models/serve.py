@@ -36,10 +36,10 @@ def make_server(
         positions: see `kvevict.patch`.
         backend: see `kvevict.patch`.
         evict_every: see `kvevict.patch`.
-        **options: of `transformers serve`: host, port, device, dtype, non_blocking, ...
+        **options: of `transformers serve`: host, port, device, dtype, ...
 
     Returns:
-        transformers' `Serve`; without `non_blocking` it returns when the server stops.
+        transformers' `Serve`, when the server has stopped.
 
     Raises:
         KvevictError: what the server needs is not installed, or continuous batching is wanted.
@@ -57,6 +57,15 @@ def make_server(
         from transformers.cli.serving import model_manager
     except ImportError as error:
         raise KvevictError(f"the server is not installed ({error}): {_EXTRA}") from error
+
+    if hasattr(model_manager, "ModelLoader"):  # from release 5.25 on
+        from kvevict.models.served import PatchedServe
+
+        patching = {"policy": chosen, **settings}
+        try:
+            return PatchedServe(patching, force_model=resolve(model), **options)
+        except ImportError as error:
+            raise KvevictError(f"the server is not installed ({error}): {_EXTRA}") from error
 
     class Manager(model_manager.ModelManager):  # type: ignore[misc,name-defined]
         """Loads as transformers does, and patches what it loaded."""

@@ -134,11 +134,11 @@ def test_layers_answer_what_caches_ask() -> None:
 
 
 def test_drafts_are_announced_before_the_first_forward() -> None:
-    """drafts.py and wraps.py: assisted decoding calls these in order; the second is private."""
+    """drafts.py and wraps.py: assisted decoding calls these, and then the model; one is private."""
     source = inspect.getsource(GenerationMixin._assisted_decoding)
-    steps = ["cache.activate_past_recording()", "self._get_candidate_generator(", "self(**"]
-    places = [source.replace("past_key_values.", "cache.").index(step) for step in steps]
-    assert places == sorted(places)
+    source = source.replace("past_key_values.", "cache.")
+    announced = ["cache.activate_past_recording(", "self._get_candidate_generator("]  # in any order
+    assert max(source.index(step) for step in announced) < source.index("self(**")
     names = names_of(GenerationMixin._get_candidate_generator)
     assert {"generation_config", "input_ids", "model_kwargs", "assistant_model"} <= set(names)
     assert "outputs.cache.crop(-" in source.replace("past_key_values", "cache")

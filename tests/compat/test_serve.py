@@ -1,6 +1,9 @@
 """The server answers the real openai client on loopback, under the policy; slow: loads a model."""
 
+import os
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -46,30 +49,35 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def server(folder: Path, address: str) -> Iterator[Any]:
+def server(folder: Path, address: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     for name in ("fastapi", "uvicorn", "openai"):
         pytest.importorskip(name, reason='pip install "kvevict[serve]"')
-    from kvevict.models.serve import make_server
-
     host, _, port = address.partition(":")
-    made = make_server(
-        str(folder), POLICY, host=host, port=int(port), device="cpu", non_blocking=True
-    )
-    deadline = time.monotonic() + 60
-    while True:
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            break
-        except OSError:
-            assert time.monotonic() < deadline, "the server did not start"
-            time.sleep(0.2)
-    yield made
-    made.kill_server()
+    command = [sys.executable, "-m", "kvevict.cli", "serve", str(folder), "--policy", POLICY]
+    command += ["--host", host, "--port", port, "--device", "cpu"]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(x for x in sys.path if x)}
+    log = tmp_path_factory.mktemp("server") / "log"
+    with log.open("w") as out:
+        started = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        deadline = time.monotonic() + 120
+        while True:
+            try:
+                socket.create_connection((host, int(port)), timeout=1).close()
+                break
+            except OSError:
+                assert started.poll() is None, log.read_text()
+                assert time.monotonic() < deadline, "the server did not start: " + log.read_text()
+                time.sleep(0.2)
+        yield
+    finally:
+        started.terminate()
+        started.wait(30)
 
 
 @pytest.mark.slow
 def test_the_openai_client_gets_what_generate_gives(
-    server: Any, folder: Path, address: str
+    server: None, folder: Path, address: str
 ) -> None:
     import openai
     import torch
@@ -106,7 +114,7 @@ def test_the_openai_client_gets_what_generate_gives(
 
 
 @pytest.mark.slow
-def test_a_second_request_starts_afresh(server: Any, folder: Path, address: str) -> None:
+def test_a_second_request_starts_afresh(server: None, folder: Path, address: str) -> None:
     import openai
 
     client = openai.OpenAI(base_url=f"http://{address}/v1", api_key="none")
