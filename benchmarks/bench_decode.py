@@ -76,7 +76,7 @@ def main():
         for threads in args.threads:
             torch.set_num_threads(threads)
             runs = [(b, cases_at(model, ids, b)) for b in args.budgets]
-            if args.far[0]:
+            if args.far[0] and (dtype, threads) == (args.dtypes[0], args.threads[0]):
                 runs.append((256, position_cases(model, ids, 256)))
             for budget, cases in runs:
                 for name, figures in paired(cases, args.rounds, warmup=2, repeat=4).items():
