@@ -118,16 +118,14 @@ def granularity(rows: list[Row]) -> str:
     found = []
     for name in trajectories(rows):
         for budget in budgets(rows, name):
-
-            def one(policy: str, how: str, name: str = name, budget: str = budget) -> Row:
-                return next(
-                    r
-                    for r in rows
-                    if (r["trajectory"], r["policy"], r["realisation"], r["budget"])
-                    == (name, policy, how, budget)
-                )
-
-            whole, token, roots = (one(p, "kv") for p in ("message_sum", "h2o", "roots_only"))
+            here = {
+                r["policy"]: r
+                for r in rows
+                if (r["trajectory"], r["realisation"], r["budget"]) == (name, "kv", budget)
+            }
+            if not here.keys() >= {"message_sum", "h2o", "roots_only"}:
+                continue  # run without them
+            whole, token, roots = (here[p] for p in ("message_sum", "h2o", "roots_only"))
             found.append(
                 [
                     *(name, budget, number(whole, "mass_kept"), number(whole, "mass_bound")),

@@ -3,7 +3,8 @@
 - `text`: what an API does: all from the first changed token on is computed again.
 - `kv`: spans leave with their keys and values, what follows stays as it is, at its positions;
   only a span whose text changed is computed.
-- `kv_reindex`: the same, and positions are closed up by one exact turn of the keys.
+- `kv_reindex`: the same, and positions are closed up by an exact turn of the keys: one, or a few
+  where spans were inserted before them.
 
 The first is exact by definition. The others keep keys and values that have read what is gone; they
 agree with `text` where the end of the history leaves, and nowhere else.

@@ -116,6 +116,9 @@ class AgentSession:
             raise PolicyError(f"max_output={max_output}: give 1 to {window - 1} (window - 1)")
         if chunk < 1:
             raise PolicyError(f"chunk={chunk}: give the tokens of a forward, at least 1")
+        reach = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+        if reach is not None and window > reach:
+            raise PolicyError(f"window={window}: the model has {reach} positions, give no more")
         check_aggregate(aggregate)
         self.model = model
         self.messages: list[Turn] = []
@@ -174,7 +177,8 @@ class AgentSession:
 
         Raises:
             BudgetError: the policy's roots and the answer do not fit the window; the history is
-                unchanged and the cache still holds the last turn.
+                unchanged and the cache still holds the last turn. What the policy did stays in
+                `manager.state`, so that a summary is not paid for twice.
             HistoryError: nothing to answer, a history that the template cannot render, or a
                 `parse` that gives no assistant's message; what was answered is forgotten.
             ValueError: a `max_new_tokens` below 1.

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -24,6 +25,7 @@ from kvevict.agent.history import History
 from kvevict.errors import HistoryError
 
 _OPEN, _CLOSE, _FIRST = 0xE000, 0xE001, 0xE010  # marks: open, number in base 16, close
+_TAKEN = re.compile(r"[\ue000\ue001\ue010-\ue01f\ud800-\udfff]")
 Turn = dict[str, Any]
 
 
@@ -106,6 +108,25 @@ class _Marks:
         return self.around(text, message, block, kind) if text.strip() else text
 
 
+def _check_characters(messages: Sequence[Turn]) -> None:
+    """Refuse the characters that mark messages here, and those that no tokenizer can read.
+
+    Raises:
+        HistoryError: with the message and the character.
+    """
+    for place, message in enumerate(messages):
+        found = _TAKEN.search(json.dumps(message, ensure_ascii=False, default=str))
+        if found is None:
+            continue
+        code = ord(found[0])
+        why = (
+            "half of a surrogate pair, which no tokenizer reads: repair the history"
+            if code >> 11 == 0xD800 >> 11
+            else "of the private use area, which marks where messages end here: replace it"
+        )
+        raise HistoryError(f"message {place} holds U+{code:04X}, {why}")
+
+
 def render(
     history: History | Sequence[Mapping[str, Any]],
     tokenizer: Any,
@@ -130,6 +151,7 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         raise HistoryError("the tokenizer has no chat template: set tokenizer.chat_template")
     messages, declared = chat_messages(history)
+    _check_characters(messages)
     given = list(tools) if tools is not None else declared
     reasons: list[str] = []
     # A template may show a mark where it shows nothing for an empty content: then those have none.

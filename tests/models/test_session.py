@@ -241,8 +241,11 @@ def test_bad_use_is_refused_and_changes_nothing(bytes_model: Any, chat_tokenizer
     with patch(bytes_model):
         wrongs = ({"realisation": "magic"}, {"score": "guess"}, {"max_output": 4096})
         for wrong in (*wrongs, {"aggregate": "median"}, {"chunk": 0}):
-            with pytest.raises(PolicyError):
+            with pytest.raises(PolicyError, match=next(iter(wrong))):
                 AgentSession(bytes_model, chat_tokenizer, **wrong)
+        reach = bytes_model.config.max_position_embeddings
+        with pytest.raises(PolicyError, match=f"the model has {reach} positions"):
+            AgentSession(bytes_model, chat_tokenizer, window=reach + 1)
         session = AgentSession(bytes_model, chat_tokenizer, "full", window=120, max_output=20)
         with pytest.raises(HistoryError, match="nothing to answer"):
             session.generate()

@@ -203,3 +203,21 @@ def test_no_template_is_refused() -> None:
     tokenizer.chat_template = None
     with pytest.raises(HistoryError, match="no chat template"):
         render(MESSAGES, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a \ue000 mark", r"message 1 holds U\+E000, of the private use"),
+        ("\ue01f", r"U\+E01F"),
+        ("half \ud83d a pair", r"U\+D83D, half of a surrogate pair"),
+    ],
+)
+def test_characters_that_cannot_be_rendered_are_named(
+    chat_tokenizer: Any, text: str, named: str
+) -> None:
+    turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": text}]
+    with pytest.raises(HistoryError, match=named):
+        render(turns, chat_tokenizer)
+    turns[1]["content"] = "\ue002 \U0001f600"  # neither of them
+    assert render(turns, chat_tokenizer).text.count("\ue002") == 1
