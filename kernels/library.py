@@ -83,6 +83,36 @@ def _chunked(
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
+def attention_sums(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, weight: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Attend a short chunk causally, and sum every key's probability over queries and group.
+
+    All probabilities are held at once: for chunks, where that is little, it saves the second
+    product of queries and keys that `column_sum` pays.
+
+    Args:
+        q: `[B, H*G, Q, D]`, the last Q positions.
+        k: `[B, H, N, D]`; query i sees keys 0..N-Q+i.
+        v: `[B, H, N, D]`.
+        scale: factor on the logits.
+        weight: float32 `[Q]`, by how much each query's probabilities count; all by 1 if None.
+
+    Returns:
+        The output `[B, H*G, Q, D]` in v's dtype and float32 sums `[B, H, N]`.
+    """
+    B, heads, Q, D = q.shape
+    H, N = k.shape[1], k.shape[2]
+    grouped = (q * scale).view(B, H, heads // H, Q, D).flatten(2, 3)  # [B, H, G*Q, D]
+    logits = torch.matmul(grouped, k.mT).view(B, H, -1, Q, N)
+    own = torch.ones(Q, Q, dtype=torch.bool, device=q.device).triu_(1)
+    logits[..., N - Q :].masked_fill_(own, float("-inf"))
+    weights = torch.softmax(logits, -1, dtype=torch.float32)
+    out = torch.matmul(weights.to(v.dtype).flatten(2, 3), v)  # [B, H, G*Q, Dv]
+    sums = weights.sum((2, 3)) if weight is None else torch.matmul(weight, weights.sum(2))
+    return out.view(B, heads, Q, -1), sums
+
+
 def merge(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Merge attention over disjoint sets of keys into attention over their union.
 

@@ -46,16 +46,27 @@ def commit() -> str | None:
     return head.stdout.strip() + ("+" if changed.stdout.strip() else "")
 
 
+_WIDE = {  # of a processor, the widest first
+    "amx_bf16": "AMX",
+    "avx512_bf16": "AVX-512 with bfloat16",
+    "avx512f": "AVX-512",
+    "avx2": "AVX2",
+}
+
+
 def machine() -> str:
-    """Return the machine in words: processor and cores."""
+    """Return the machine in words: processor, cores and the widest arithmetic that it has."""
     import os
 
-    name = platform.processor() or platform.machine()
+    name, wide = platform.processor() or platform.machine(), ""
     info = Path("/proc/cpuinfo")
     if info.is_file():
-        lines = [x for x in info.read_text().splitlines() if x.startswith("model name")]
-        name = lines[0].split(":", 1)[1].strip() if lines else name
-    return f"{name}, {os.cpu_count()} cores"
+        pairs = (x.partition(":") for x in info.read_text().splitlines())
+        facts = {key.strip(): value.strip() for key, _, value in pairs}
+        name = facts.get("model name", name)
+        flags = facts.get("flags", "").split()
+        wide = next((f", {words}" for flag, words in _WIDE.items() if flag in flags), "")
+    return f"{name}, {os.cpu_count()} cores{wide}"
 
 
 def _version(name: str) -> str | None:

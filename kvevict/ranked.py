@@ -209,9 +209,11 @@ class RankedLayer(EvictionLayer):
         self.score[:, :, :n] = torch.where(kept, score.gather(2, order), 0.0)
         self.position.fill_(-1)
         self.position[:, :, :n] = torch.where(kept, moved, -1)
+        first = torch.arange(order[..., 0].numel(), device=order.device) * k.shape[2]
+        rows = (order.flatten(0, 1) + first[:, None]).flatten()
         for buffer, source in ((self.keys, k), (self.values, v)):
-            index = order[..., None].expand(*order.shape, source.shape[3])
-            buffer[:, :, :n] = source.gather(2, index)
+            states = source.flatten(0, 2).index_select(0, rows)  # whole rows: faster than a gather
+            buffer[:, :, :n] = states.view(*order.shape, -1)
 
     def _state_names(self) -> tuple[str, ...]:
         return ("keys", "values", "position", "score", "free")

@@ -20,12 +20,13 @@ from kvevict.kernels.attention_lse import attention_lse
 from kvevict.kernels.column_sum import column_sum
 from kvevict.kernels.decode import decode
 from kvevict.layers import EvictionLayer
-from kvevict.models import capped
+from kvevict.models import capped, votes
 from kvevict.plan import Plan
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer, head_shift
 
 NAME = "kvevict"
+_DIRECT = 1 << 21  # probabilities of a forward and row that are few enough to be held at once
 _BLOCK = 256  # queries attended at a time where a mask is needed, so that masks stay O(n)
 
 # For modules that hand `update` no keywords (GPT-NeoX; all in transformers 5.22 and 5.23): the
@@ -268,14 +269,22 @@ def _ranked(
     if plan.padded:
         return _ranked_padded(layer, plan, q, k, v, scale)
     triton = layer.backend == "triton"
+    few = q.shape[1] * plan.length * k.shape[2] <= _DIRECT
+    if few and layer.policy.needs_scores and not triton:
+        weight = votes.by_query(layer.policy, plan.length, q.device)
+        out, sums = library.attention_sums(q, k, v, scale, weight)
+        layer.commit(sums)
+        return out
     if triton:
         out, lse, _ = attention_lse(q, k.contiguous(), v.contiguous(), scale=scale, causal=True)
     else:
         out, lse = _stored_then_chunk(layer.held, q, k, v, scale)
     sums = None
     if layer.policy.needs_scores:
-        lse = _decayed(layer, lse, torch.arange(plan.length - 1, -1, -1, device=lse.device))
-        q_lo = _first_scored(layer, plan.length)
+        lse = votes.decayed(
+            layer.policy, lse, torch.arange(plan.length - 1, -1, -1, device=lse.device)
+        )
+        q_lo = votes.first_scored(layer.policy, plan.length)
         if triton:
             sums = column_sum(q, k.contiguous(), lse, scale=scale, causal=True, q_lo=q_lo)
         else:
@@ -328,7 +337,7 @@ def _ranked_padded(
     B, heads = q.shape[:2]
     H = k.shape[1]
     sums = torch.zeros(B, H, k.shape[2], device=q.device) if layer.policy.needs_scores else None
-    q_lo = _first_scored(layer, plan.length)
+    q_lo = votes.first_scored(layer.policy, plan.length)
     left = plan.after(q.device) - 1 - position  # real tokens of the row that come after each
     outs = []
     for first in range(0, plan.length, _BLOCK):
@@ -341,28 +350,11 @@ def _ranked_padded(
         out, lse = library.attention_lse(block, k, v, scale, mask=wide)
         outs.append(out)
         if sums is not None and last > q_lo:
-            lse = _decayed(layer, lse, left[:, None, first:last])
+            lse = votes.decayed(layer.policy, lse, left[:, None, first:last])
             lo = max(q_lo - first, 0)
             sums += library.column_sum(block, k, lse, scale, mask=seen, q_lo=lo)
     layer.commit(sums)
     return torch.cat(outs, 2)
-
-
-def _first_scored(layer: RankedLayer, length: int) -> int:
-    """Return the first query of a forward whose probabilities count."""
-    if layer.policy.scores == "last":
-        return length - 1
-    if layer.policy.scores == "window":
-        return max(0, length - layer.policy.score_window)
-    return 0
-
-
-def _decayed(layer: RankedLayer, lse: Tensor, later: Tensor) -> Tensor:
-    """Fold decay ** (tokens that come later) into the log-sum-exp that scores are read from."""
-    decay = layer.policy.decay_factor
-    if decay == 1.0:
-        return lse
-    return lse - later * torch.log(torch.tensor(decay, dtype=torch.float64)).item()
 
 
 def _by_rank(layer: RankedLayer, plan: Plan, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:

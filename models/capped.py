@@ -13,6 +13,7 @@ from torch import Tensor
 from kvevict.errors import UnsupportedModelError
 from kvevict.kernels import library
 from kvevict.layers import EvictionLayer
+from kvevict.models import votes
 from kvevict.plan import Plan
 from kvevict.ranked import RankedLayer
 from kvevict.ring import RingLayer, head_shift
@@ -179,14 +180,10 @@ def _ranked(
 
 def _query_weights(layer: RankedLayer, plan: Plan, position: Tensor) -> Tensor:
     """Return by how much each query's attention counts in the scores, `[B, Q]`."""
-    policy, first = layer.policy, 0
-    if policy.scores == "last":
-        first = plan.length - 1
-    elif policy.scores == "window":
-        first = max(0, plan.length - policy.score_window)
+    policy = layer.policy
     later = plan.after(position.device) - 1 - position
     weight = torch.pow(torch.tensor(policy.decay_factor, device=position.device), later.float())
-    weight[:, :first] = 0.0
+    weight[:, : votes.first_scored(policy, plan.length)] = 0.0
     return weight
 
 

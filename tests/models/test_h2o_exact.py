@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kvevict import CacheError, EvictionCache, PolicyError, patch
+from kvevict.models import attention
 from kvevict.policies import H2O, Random
 from kvevict.policy import REGISTRY
 
@@ -20,9 +21,11 @@ CHUNKINGS = {
 }
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["held at once", "summed by blocks"])
 @pytest.mark.parametrize("positions", ["original", "in_cache"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 def test_h2o_equals_a_slow_loop(
+    monkeypatch: pytest.MonkeyPatch,
     tiny: Any,
     oracle: Any,
     draw: Any,
@@ -31,7 +34,10 @@ def test_h2o_equals_a_slow_loop(
     difference: Any,
     chunking: str,
     positions: Any,
+    held: bool,
 ) -> None:
+    if not held:
+        monkeypatch.setattr(attention, "_DIRECT", 0)
     ids, forwards = draw(60), CHUNKINGS[chunking]
     exact = oracle(tiny).h2o(ids, 6, 6, forwards=forwards, in_cache=positions == "in_cache")
     with patch(tiny):

@@ -21,3 +21,24 @@ def test_a_masked_key_counts_nothing_however_large_its_logit(loud):
     )
     want = logits.softmax(-1).sum((2, 3))
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize(("queries", "keys"), [(1, 1), (5, 5), (3, 17), (64, 130)])
+@pytest.mark.parametrize("weighted", [False, True])
+def test_a_chunk_held_at_once_gives_what_the_blocks_give(queries, keys, weighted):
+    torch.manual_seed(1)
+    q = torch.randn(2, queries, 6, 16).transpose(1, 2)  # as a model has it: not contiguous
+    k, v = torch.randn(2, 2, keys, 16), torch.randn(2, 2, keys, 16)
+    weight = torch.rand(queries) if weighted else None
+    out, sums = library.attention_sums(q, k, v, 0.3, weight)
+    row = torch.arange(keys - queries, keys)
+    seen = torch.arange(keys) <= row[:, None]
+    logits = (q.double() @ k.double().repeat_interleave(3, 1).mT * 0.3).masked_fill(
+        ~seen, -torch.inf
+    )
+    exact = logits.softmax(-1)
+    near = {"rtol": 1e-5, "atol": 1e-5}
+    torch.testing.assert_close(out.double(), exact @ v.double().repeat_interleave(3, 1), **near)
+    counted = exact if weight is None else exact * weight.double()[:, None]
+    want = counted.sum(2).view(2, 2, 3, keys).sum(2)
+    torch.testing.assert_close(sums.double(), want, **near)

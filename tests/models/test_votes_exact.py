@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from kvevict import EvictionCache, Policy, patch
+from kvevict.models import attention
 from kvevict.policies import H2O, TOVA, SnapKV
 
 CLOSE = 3e-3
@@ -62,9 +63,11 @@ CASES: dict[str, tuple[Policy, int, dict[str, Any]]] = {
 }
 
 
+@pytest.mark.parametrize("held", [True, False], ids=["held at once", "summed by blocks"])
 @pytest.mark.parametrize("chunking", CHUNKINGS)
 @pytest.mark.parametrize("name", CASES)
 def test_a_policy_equals_the_slow_loop(
+    monkeypatch: pytest.MonkeyPatch,
     tiny: Any,
     oracle: Any,
     draw: Any,
@@ -73,7 +76,10 @@ def test_a_policy_equals_the_slow_loop(
     difference: Any,
     name: str,
     chunking: str,
+    held: bool,
 ) -> None:
+    if not held:
+        monkeypatch.setattr(attention, "_DIRECT", 0)
     policy, every, told = CASES[name]
     ids, forwards = draw(60, seed=4), CHUNKINGS[chunking]
     exact = oracle(tiny).h2o(ids, forwards=forwards, **told)
