@@ -279,17 +279,16 @@ def _ranked(
         out, lse, _ = attention_lse(q, k.contiguous(), v.contiguous(), scale=scale, causal=True)
     else:
         out, lse = _stored_then_chunk(layer.held, q, k, v, scale)
-    sums = None
+    received: Tensor | None = None
     if layer.policy.needs_scores:
-        lse = votes.decayed(
-            layer.policy, lse, torch.arange(plan.length - 1, -1, -1, device=lse.device)
-        )
+        later = torch.arange(plan.length - 1, -1, -1, device=lse.device)
+        lse = votes.decayed(layer.policy, lse, later)
         q_lo = votes.first_scored(layer.policy, plan.length)
         if triton:
-            sums = column_sum(q, k.contiguous(), lse, scale=scale, causal=True, q_lo=q_lo)
+            received = column_sum(q, k.contiguous(), lse, scale=scale, causal=True, q_lo=q_lo)
         else:
-            sums = library.column_sum(q, k, lse, scale, causal=True, q_lo=q_lo)
-    layer.commit(sums)
+            received = library.column_sum(q, k, lse, scale, causal=True, q_lo=q_lo)
+    layer.commit(received)
     return out
 
 
