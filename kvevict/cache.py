@@ -220,16 +220,19 @@ class EvictionCache(Drafts, Cache):
 
     def reorder_cache(self, beam_idx: Any) -> None:
         """Reorder rows for beam search."""
+        self._check_settled()
         super().reorder_cache(beam_idx)
         self._map_rows(lambda t: t.index_select(0, beam_idx.to(t.device)))
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row."""
+        self._check_settled()
         super().batch_repeat_interleave(repeats)
         self._map_rows(lambda t: t.repeat_interleave(repeats, 0))
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows, in this order."""
+        self._check_settled()
         super().batch_select_indices(indices)
         self._map_rows(lambda t: t.index_select(0, indices.to(t.device)))
 
@@ -275,6 +278,9 @@ class EvictionCache(Drafts, Cache):
 
     def _settle(self, handle: Any) -> None:
         """Resolve "auto" and give every layer its rotation."""
+        problem = handle.findings.ranks_problem
+        if problem is not None and self.policy.scope == "layer":
+            raise UnsupportedModelError(f"{self.policy}: {problem}; use scope=head")
         self.positions, ropes = handle.settle_positions(self.policy, self._asked[0], self.layers)
         self.backend = handle.settle_backend(self._asked[1])
         rings = [x for x in self.layers if isinstance(x, RingLayer)]

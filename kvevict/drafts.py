@@ -1,8 +1,8 @@
 """Drafts: tokens fed before it is known how many of them stay (assisted, prompt-lookup decoding).
 
-The model proposes nothing that a draft could spoil: while one is open, no layer writes or evicts
-for its tokens. `crop` says how many stay, and those are then entered as if they had come one by
-one, so a rejected token leaves no trace, not even a rounding in a score.
+While a draft is open, no evicting layer writes or evicts for its tokens. `crop` says how many stay,
+and those are then entered as if they had come one by one, so a rejected token leaves no trace, not
+even a rounding in a score.
 
 Head and window attend a draft as any chunk, since order alone decides what they see. A ranked
 policy chooses a victim after every token, so its draft goes through attention token by token, on a
@@ -11,6 +11,7 @@ copy of the layer's slots (the rest of the model runs once for all): what plain 
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from kvevict.errors import CacheError, UnsupportedModelError
+from kvevict.errors import CacheError, PolicyError, UnsupportedModelError
 from kvevict.forward import Forward
 from kvevict.layers import EvictionLayer
 from kvevict.ranked import RankedLayer
@@ -48,7 +49,13 @@ class Drafts(Forward):
 
         Raises:
             UnsupportedModelError: layers of transformers' own that cannot be cropped.
+            PolicyError: shares of a prompt whose length nobody gave.
         """
+        if self.policy.has_shares:
+            raise PolicyError(
+                f"drafts under {self.policy}: its layers come to be once the prompt's length is "
+                "known; call settle_length() first, or leave it to generate()"
+            )
         fixed = [x for x in self.layers if not isinstance(x, EvictionLayer) and not x.is_croppable]
         if fixed:
             kinds = ", ".join(sorted({type(x).__name__ for x in fixed}))
@@ -83,8 +90,8 @@ class Drafts(Forward):
         if not self._drafting:
             self._known = 0  # the prompt's end was announced, and then it came to no draft
             return
-        if self._draft is not None and not self._broken:
-            self.crop(-self._draft.draft)
+        if self._seen and not self._broken:  # layers of transformers' own wait for a crop of 0 too
+            self.crop(0 if self._draft is None else -self._draft.draft)
         self._drafting, self._known = False, 0
         for layer in self.layers:
             if hasattr(layer, "record_past"):
@@ -98,7 +105,9 @@ class Drafts(Forward):
 
         Raises:
             CacheError: more than the open draft has, or none is open.
+            TypeError: no whole number.
         """
+        tokens_to_remove = operator.index(tokens_to_remove)
         plan = self._draft
         most = 0 if plan is None else plan.draft
         if not -most <= tokens_to_remove <= 0:
@@ -113,7 +122,7 @@ class Drafts(Forward):
                 if not isinstance(layer, EvictionLayer):
                     if self._drafting:
                         layer.crop(tokens_to_remove)
-                elif plan is not None:
+                elif plan is not None and layer.draft is not None:  # None: of another rank
                     settle(layer, plan, stay)
         except BaseException:
             self._broken = True
@@ -126,6 +135,15 @@ class Drafts(Forward):
             self._check_scores(kept)
         if self._known:
             self._known = self._seen + 1
+
+    def _check_settled(self) -> None:
+        """Refuse to move rows while a draft is open, before any layer has moved.
+
+        Raises:
+            CacheError: if one is open.
+        """
+        if self._draft is not None:
+            raise CacheError("a draft is open: crop() says how much of it stays, before rows move")
 
     def _unsure(self, length: int) -> int:
         """Return how many of the next columns are a draft."""

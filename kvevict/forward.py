@@ -90,13 +90,15 @@ class Forward:
             raise CacheError("this cache was made for another model; make one for this model")
         if self.policy.has_shares:
             _ = self.policy.capacity  # raises with the remedy
-        if self._draft is not None and not self._broken:
-            self.crop(0)  # nobody took anything back
-        self._check_usable()
+        if self._draft is None or self._broken:
+            self._check_usable()
         self._check_rows(rows)
+        new = self._new_columns(mask, rows, length)
+        if self._draft is not None:
+            self.crop(0)  # nobody took anything back, and this forward is not refused
+            self._check_usable()
         if not self._ready:
             self._settle(handle)
-        new = self._new_columns(mask, rows, length)
         padded = isinstance(self._row_seen, Tensor) or (new is not None and not bool(new.all()))
         start = 0 if isinstance(self._row_seen, Tensor) else self._row_seen
         row_seen = self._rows_seen(device)
@@ -162,9 +164,9 @@ class Forward:
             CacheError: a cache that is not full yet, has pads, or frees several slots at once.
             UnsupportedModelError: layers of transformers' own, or H2O with positions in the cache.
         """
-        plan = self.begin(handle, rows, 1, None, device)
-        if plan.draft:
+        if self._drafting:
             raise CacheError("a compiled step writes at once: call end_drafts() first")
+        plan = self.begin(handle, rows, 1, None, device)
         self._open = False
         rings = [x for x in self.layers if isinstance(x, RingLayer)]
         if len(rings) not in (0, len(self.layers)) or (not rings and self._raw_keys):

@@ -1,8 +1,9 @@
 """patch: make a transformers model run with an eviction cache; reversible, per instance.
 
 What it does to a model: registers one attention function with transformers and selects it, puts a
-hook before and one after the base model's forward, and (with a policy) wraps
-`_prepare_cache_for_generation` on the instance. No modeling file is edited and no module patched.
+hook before and one after the base model's forward, and wraps steps of `generate` on the instance
+(see `wraps`; with a policy `_prepare_cache_for_generation` too). No modeling file is edited and no
+module patched.
 """
 
 import inspect
@@ -98,6 +99,7 @@ class Patch:
         self.policy = policy
         self.settings = (policy, positions, backend, evict_every)
         self._again = False  # whether patch() returned it to somebody else than its owner
+        self._own = {n: model.__dict__[n] for n in _WRAPPED if n in model.__dict__}
         self._owning: list[bool] = []  # of the `with` blocks that are open
         self._previous = check_model(model)
         self._hooks: list[Any] = []
@@ -148,9 +150,10 @@ class Patch:
         """Leave the model as it was before; does nothing the second time."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
-        for name in _WRAPPED:
+        for name in _WRAPPED if self._hooks else ():
             self.model.__dict__.pop(name, None)
+        self.model.__dict__.update(self._own if self._hooks else {})
+        self._hooks = []
         self.model.__dict__.pop("_kvevict", None)
         if self.model.config.get_text_config(decoder=True)._attn_implementation == attention.NAME:
             self.model.set_attn_implementation(self._previous)

@@ -6,6 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from kvevict.errors import UnsupportedModelError
+
 Reduce = Callable[[torch.Tensor], None]
 
 
@@ -40,28 +42,62 @@ def over_ranks(attention: Any, heads: int, config: Any) -> Reduce | None:
 
     Returns:
         A function that works in place, or None where this process has all heads.
+
+    Raises:
+        UnsupportedModelError: the heads are split, and nothing says over which ranks.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return None
-    # A fused projection may be split and its output gathered: every rank then has all heads.
-    if heads == (getattr(config, "num_key_value_heads", None) or config.num_attention_heads):
+    in_all = _heads_in_all(attention, heads, config)
+    if heads == in_all:
         return None
-    from torch.distributed.tensor import DTensor, Shard
+    groups = {
+        id(group): group
+        for parameter in attention.parameters()
+        for group in _splitting(parameter, in_all // heads)
+    }
+    if len(groups) != 1:
+        raise UnsupportedModelError(
+            f"{config.model_type}: this process has {heads} of {in_all} KV heads, and its weights "
+            "do not say which ranks have the others (missing part: scores)"
+        )
+    group = next(iter(groups.values()))
 
-    for parameter in attention.parameters():
-        if not isinstance(parameter, DTensor):
-            continue
-        mesh, names = parameter.device_mesh, parameter.device_mesh.mesh_dim_names
-        if names is None and mesh.ndim > 1:
-            continue  # nothing says which dimension splits heads
-        at = 0 if names is None else names.index("tp") if "tp" in names else -1
-        # Rows of a projection are heads: queries, keys and values are split by rows.
-        if at < 0 or parameter.placements[at] != Shard(0) or mesh.size(at) == 1:
-            continue
-        group = mesh.get_group(at)
+    def add_up(tensor: torch.Tensor) -> None:
+        dist.all_reduce(tensor, group=group)
 
-        def add_up(tensor: torch.Tensor, group: Any = group) -> None:
-            dist.all_reduce(tensor, group=group)
+    return add_up
 
-        return add_up
-    return None
+
+def _heads_in_all(attention: Any, heads: int, config: Any) -> int:
+    """Return a layer's KV heads on all ranks together.
+
+    A split weight knows its whole shape. A plain one does not: then the config's numbers tell (some
+    models have another number in layers of another kind), and who has none of them has a part.
+    """
+    weight = getattr(getattr(attention, "k_proj", None), "weight", None)
+    local = getattr(weight, "_local_tensor", None)
+    if weight is not None and local is not None and local.shape[0]:
+        # Split by rows for its heads, or whole in a forward and split for storage alone (FSDP).
+        dim = getattr(attention, "head_dim", None)
+        return int(weight.shape[0] // dim) if dim else heads
+    names = ("num_key_value_heads", "num_global_key_value_heads", "num_attention_heads")
+    known = [n for n in (getattr(config, name, None) for name in names) if isinstance(n, int)]
+    return heads if heads in known or not known else known[0]
+
+
+def _splitting(parameter: Any, ways: int) -> list[Any]:
+    """Return the process groups that split a parameter's rows in so many ways, the one named tp."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return []
+    mesh = parameter.device_mesh
+    names = mesh.mesh_dim_names or ("",) * mesh.ndim
+    found = [
+        at
+        for at, placement in enumerate(parameter.placements)
+        if getattr(placement, "dim", None) == 0 and mesh.size(at) == ways
+    ]
+    named = [at for at in found if names[at] == "tp"]
+    return [mesh.get_group(at) for at in named or found]

@@ -77,6 +77,7 @@ class Findings:
         in_cache_problem: why positions inside the cache are not to be had, whatever the layers.
         head_dims: of the layers that evict.
         over_ranks: by layer, what adds up over the ranks that its heads are split over, or None.
+        ranks_problem: why scores cannot be added up over ranks, where they would have to be.
     """
 
     model_type: str
@@ -85,6 +86,7 @@ class Findings:
     in_cache_problem: str | None = None
     head_dims: frozenset[int] = frozenset()
     over_ranks: list[Reduce | None] = field(default_factory=list)
+    ranks_problem: str | None = None
 
 
 def probe(model: Any) -> Findings:
@@ -110,11 +112,14 @@ def probe(model: Any) -> Findings:
     if all(getattr(findings.ropes[i], "style", "") == "none" for i in evicting):
         _check_positions(model, config)
     findings.head_dims = frozenset(int(first.layers[i].keys.shape[-1]) for i in evicting)
+    findings.over_ranks = [None] * len(first.layers)
     modules = {getattr(call["module"], "layer_idx", -1): call["module"] for call in calls}
-    findings.over_ranks = [
-        over_ranks(modules[i], int(x.keys.shape[1]), config) if i in evicting else None
-        for i, x in enumerate(first.layers)
-    ]
+    try:
+        for i in evicting:
+            heads = int(first.layers[i].keys.shape[1])
+            findings.over_ranks[i] = over_ranks(modules[i], heads, config)
+    except UnsupportedModelError as error:
+        findings.ranks_problem = str(error)
     findings.position_limit, findings.in_cache_problem = _limits(config)
     ends = [len(table) for table in _tables(model)]
     if ends:

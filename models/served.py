@@ -10,6 +10,9 @@ from transformers.cli.serving import model_manager
 
 from kvevict.models.patch import patch
 
+if not hasattr(model_manager.ModelLoader, "_load_model"):  # type: ignore[attr-defined]
+    raise ImportError("this release of transformers loads served models in a way unknown here")
+
 
 class PatchedLoader(model_manager.ModelLoader):  # type: ignore[misc,name-defined]
     """Loads as transformers does, and patches what it loaded.

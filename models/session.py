@@ -65,7 +65,8 @@ class AgentSession:
         model: a patched model, full attention in every layer.
         tokenizer: with a chat template.
         policy: a message policy or its string.
-        window: most tokens in the cache, answer included; also the policy's W.
+        window: most tokens in the cache, answer included, and no more than the model has positions;
+            also the policy's W.
         max_output: most tokens of an answer; the policy's O.
         realisation: "kv" (what leaves takes its keys and values along), "kv_reindex" (and positions
             close up) or "text" (all is computed again from the first change on).

@@ -108,23 +108,19 @@ class _Marks:
         return self.around(text, message, block, kind) if text.strip() else text
 
 
-def _check_characters(messages: Sequence[Turn]) -> None:
-    """Refuse the characters that mark messages here, and those that no tokenizer can read.
-
-    Raises:
-        HistoryError: with the message and the character.
-    """
-    for place, message in enumerate(messages):
-        found = _TAKEN.search(json.dumps(message, ensure_ascii=False, default=str))
-        if found is None:
-            continue
-        code = ord(found[0])
-        why = (
-            "half of a surrogate pair, which no tokenizer reads: repair the history"
-            if code >> 11 == 0xD800 >> 11
-            else "of the private use area, which marks where messages end here: replace it"
-        )
-        raise HistoryError(f"message {place} holds U+{code:04X}, {why}")
+def _check_characters(messages: Sequence[Turn], tools: Sequence[Any]) -> None:
+    """Refuse the characters that mark messages here, and those that no tokenizer can read."""
+    for place, part in enumerate([*messages, *tools]):
+        try:
+            found = _TAKEN.search(json.dumps(part, ensure_ascii=False, default=str))
+        except (TypeError, ValueError):
+            continue  # no JSON: the template will say so
+        if found is not None:
+            why = "of the private use area, which marks where messages end here: replace it"
+            if found[0] >= "\ud800" and found[0] <= "\udfff":
+                why = "half of a surrogate pair, which no tokenizer reads: repair the history"
+            name = f"message {place}" if place < len(messages) else "a tool"
+            raise HistoryError(f"{name} holds U+{ord(found[0]):04X}, {why}")
 
 
 def render(
@@ -151,8 +147,8 @@ def render(
     if not getattr(tokenizer, "chat_template", None):
         raise HistoryError("the tokenizer has no chat template: set tokenizer.chat_template")
     messages, declared = chat_messages(history)
-    _check_characters(messages)
     given = list(tools) if tools is not None else declared
+    _check_characters(messages, given)
     reasons: list[str] = []
     # A template may show a mark where it shows nothing for an empty content: then those have none.
     blank = any(not m["content"].strip() for m in messages)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvevict.cache import EvictionCache
-from kvevict.errors import UnsupportedModelError
+from kvevict.errors import CacheError, UnsupportedModelError
 from kvevict.models.releases import renamed
 
 Method = Callable[..., Any]
@@ -54,15 +54,15 @@ def announcing_drafts(make: Method, model: Any, name: str) -> Method:
         given = signature.bind(*args, **kwargs).arguments
         cache = given["model_kwargs"].get(name)
         if isinstance(cache, EvictionCache):
-            _check(model, given)
+            _check(model, given, cache)
             cache.certain_until(given["input_ids"].shape[1])
         return make(*args, **kwargs)
 
     return wrapped
 
 
-def _check(model: Any, given: dict[str, Any]) -> None:
-    """Refuse drafts from a model that would itself evict, and prompts that have no ids."""
+def _check(model: Any, given: dict[str, Any], cache: EvictionCache) -> None:
+    """Refuse drafts from a model that would itself evict, and prompts that they would misread."""
     draft = given.get("assistant_model")
     if given["generation_config"].assistant_early_exit is not None:
         draft = model
@@ -75,6 +75,18 @@ def _check(model: Any, given: dict[str, Any]) -> None:
         )
     if given["model_kwargs"].get("inputs_embeds") is not None:
         raise UnsupportedModelError("drafts after inputs_embeds: give input_ids")
+    if getattr(given["generation_config"], "prefill_chunk_size", None) is not None:
+        raise UnsupportedModelError(
+            "drafts feed the prompt in one forward, whatever prefill_chunk_size says: leave it out"
+        )
+    columns = given["input_ids"].shape[1]
+    kept = [given["model_kwargs"].get(x) for x in ("attention_mask", "position_ids")]
+    whole = all(x is None or x.shape[-1] == columns for x in kept)  # generate drops a mask of ones
+    if cache.seen and (cache.seen >= columns or not whole):
+        raise CacheError(
+            f"drafts on a cache that has seen {cache.seen} tokens, and {columns} ids: give the "
+            "whole sequence, what the cache has seen and at least one token more"
+        )
 
 
 def keeping_cache(prepare: Method, model: Any, name: str) -> Method:

@@ -39,6 +39,10 @@ def main() -> None:
     for policy in policies:
         with patch(model, policy):
             found[policy] = model.generate(ids, **settings)[0].tolist()
+            again = ids[:, :10].repeat(1, 3)  # repeats itself, so that drafts are found
+            plain = model.generate(again, **settings)
+            drafted = model.generate(again, prompt_lookup_num_tokens=3, **settings)
+            found[policy + " drafts"] = bool(torch.equal(plain, drafted))
         if mode == "tp":
             with patch(model) as handle:
                 cache = EvictionCache(model, policy)

@@ -268,6 +268,27 @@ def test_another_cache_implementation_is_refused(model: Any, kind: str) -> None:
         generate(model, prompt(), cache_implementation=kind)
 
 
+def test_an_exception_before_the_first_crop_leaves_sliding_layers_usable(
+    models: dict[str, Any],
+) -> None:
+    model, ids = models["gemma3_text"], torch.arange(3, 23)[None]  # no repeats: no candidates
+
+    def stop(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+    with patch(model), torch.no_grad():
+        cache, plain = EvictionCache(model, SMALL), EvictionCache(model, SMALL)
+        name = cache_argument(model)
+        stopped = {"logits_processor": [stop], name: cache, "prompt_lookup_num_tokens": 3}
+        with pytest.raises(KeyboardInterrupt):
+            generate(model, ids, **stopped)
+        model(ids, **{name: plain})
+        assert cache.seen == plain.seen == 20
+        for more in (torch.tensor([[5]]), prompt(length=6)):
+            got, wanted = (model(more, **{name: c}).logits for c in (cache, plain))
+            torch.testing.assert_close(got, wanted)
+
+
 GOES_BACK = hasattr(DynamicCache, "get_recurrent_states_to_keep")  # from release 5.25 on
 
 

@@ -14,7 +14,16 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessorList
 
-from kvevict import CacheError, EvictionCache, UnsupportedModelError, drafts, forward, patch
+from kvevict import (
+    CacheError,
+    EvictionCache,
+    PolicyError,
+    UnsupportedModelError,
+    drafts,
+    forward,
+    patch,
+)
+from kvevict.models import attention
 from kvevict.models.releases import cache_argument
 
 POLICIES = [
@@ -194,8 +203,8 @@ def test_an_exception_in_a_draft_takes_it_back(toy: Any, draw: Any, new_cache: A
 def test_without_drafts_nothing_of_them_runs(
     toy: Any, draw: Any, new_cache: Any, monkeypatch: Any
 ) -> None:
-    for name in ("settle", "token_by_token"):
-        monkeypatch.setattr(drafts, name, None)
+    monkeypatch.setattr(drafts, "settle", None)
+    monkeypatch.setattr(attention, "token_by_token", None)
     monkeypatch.setattr(forward.Plan, "part", None)
     with patch(toy):
         run(toy, torch.tensor([draw(LENGTH)]), new_cache(toy))
@@ -399,3 +408,55 @@ def test_the_real_model_drafts_as_it_decodes(
     assert torch.equal(out, wanted)
     assert len(forwards) < 0.7 * (out.shape[1] - ids.shape[1])
     assert_alike(cache, plain)
+
+
+def test_a_kept_cache_wants_the_whole_sequence(toy: Any, draw: Any) -> None:
+    ids = torch.tensor([draw(45)])
+    with patch(toy), torch.no_grad():
+        cache = EvictionCache(toy, "window:window=60")
+        toy(ids[:, :20], **{cache_argument(toy): cache})
+        new_alone = {"attention_mask": torch.ones(1, 45, dtype=torch.long)}
+        with pytest.raises(CacheError, match="give the whole sequence"):
+            run(toy, ids[:, 20:], cache, prompt_lookup_num_tokens=3, **new_alone)
+        with pytest.raises(CacheError, match="at least one token more"):
+            run(toy, ids[:, :20], cache, prompt_lookup_num_tokens=3)
+        assert cache.seen == 20
+        wanted = run(toy, ids, EvictionCache(toy, "window:window=60"))
+        assert torch.equal(run(toy, ids, cache, prompt_lookup_num_tokens=3), wanted)
+
+
+def test_chunked_prefill_with_drafts_is_refused(toy: Any, draw: Any) -> None:
+    ids = torch.tensor([draw(20)])
+    cache = EvictionCache(toy, "h2o:heavy=4,recent=5")
+    with patch(toy), pytest.raises(UnsupportedModelError, match="prefill_chunk_size"):
+        run(toy, ids, cache, prompt_lookup_num_tokens=3, prefill_chunk_size=8)
+
+
+def test_a_refused_call_leaves_the_draft_open(toy: Any, draw: Any, feed: Any) -> None:
+    ids = torch.tensor([draw(20)])
+    with patch(toy), torch.no_grad():
+        cache, alone = (EvictionCache(toy, "h2o:heavy=4,recent=5") for _ in range(2))
+        cache.activate_past_recording()
+        cache.certain_until(12)
+        feed(toy, cache, ids[:, :18], [18])
+        with pytest.raises(CacheError, match="rows"):
+            toy(ids[:, 18:].repeat(2, 1), **{cache_argument(toy): cache})
+        for wrong in (-1.0, "x", None):
+            with pytest.raises(TypeError):
+                cache.crop(wrong)  # type: ignore[arg-type]
+        for move in (cache.reorder_cache, cache.batch_select_indices):
+            with pytest.raises(CacheError, match="draft is open"):
+                move(torch.tensor([0, 0]))
+        with pytest.raises(CacheError, match="draft is open"):
+            cache.batch_repeat_interleave(2)
+        cache.crop(torch.tensor(-4))
+        assert cache.seen == 14
+        assert type(cache.seen) is int
+        cache.end_drafts()
+        feed(toy, alone, ids[:, :14], [12, 1, 1])
+        assert_alike(cache, alone)
+
+
+def test_drafts_before_the_shares_are_known_are_refused(toy: Any) -> None:
+    with patch(toy), pytest.raises(PolicyError, match="settle_length"):
+        EvictionCache(toy, "h2o:heavy=30%,recent=30%").activate_past_recording()

@@ -223,3 +223,21 @@ def test_the_handle_says_what_was_found(toy: Any) -> None:
         cache = handle.new_cache()
         assert (cache.positions, cache.backend) == ("original", "torch")
     assert kvevict.patch is patch
+
+
+def test_what_the_instance_had_of_its_own_comes_back(toy: Any) -> None:
+    own = toy.generate
+
+    def mine(*args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    toy.generate = mine
+    try:
+        handle = patch(toy, "full")
+        assert toy.__dict__["generate"] is not mine
+        handle.unpatch()
+        assert toy.__dict__["generate"] is mine
+        handle.unpatch()
+        assert toy.__dict__["generate"] is mine
+    finally:
+        del toy.generate

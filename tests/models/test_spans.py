@@ -219,5 +219,8 @@ def test_characters_that_cannot_be_rendered_are_named(
     turns = [{"role": "user", "content": "Hello"}, {"role": "assistant", "content": text}]
     with pytest.raises(HistoryError, match=named):
         render(turns, chat_tokenizer)
+    tool = {"type": "function", "function": {"name": "f", "description": text}}
+    with pytest.raises(HistoryError, match=named.replace("message 1", "a tool")):
+        render(turns[:1], chat_tokenizer, tools=[tool])
     turns[1]["content"] = "\ue002 \U0001f600"  # neither of them
     assert render(turns, chat_tokenizer).text.count("\ue002") == 1
