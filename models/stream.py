@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from kvevict.cache import EvictionCache
 from kvevict.errors import CacheError, PolicyError
@@ -88,11 +89,11 @@ def _run(
             out = model(input_ids=ids.to(device)[None], use_cache=True, **{name: cache})
             step = out.logits[0].float()
             nll = torch.full((len(ids),), float("nan"))
-            before = step[:-1] if last is None else torch.cat([last, step[:-1]])
-            if len(before):
-                target = ids[len(ids) - len(before) :].to(device)
-                loss = torch.nn.functional.cross_entropy(before, target, reduction="none")
-                nll[len(ids) - len(before) :] = loss.cpu()
+            target = ids.to(device)
+            if last is not None:
+                nll[:1] = cross_entropy(last, target[:1], reduction="none").cpu()
+            if len(ids) > 1:
+                nll[1:] = cross_entropy(step[:-1], target[1:], reduction="none").cpu()
             last = step[-1:].clone()  # not a view: it would hold the whole chunk's logits
         yield Step(at, nll, step if logits else None)
 
