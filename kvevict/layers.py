@@ -60,7 +60,8 @@ class EvictionLayer(CacheLayerMixin):
         self.length = 0
         self.seen = 0
         self._chunk: tuple[Tensor, Tensor] | None = None
-        self.draft: Any = None  # keys, values and scores that wait for `crop`; see kvevict.drafts
+        # Keys, values and, of a ranked layer, scores that wait for `crop`; see kvevict.drafts.
+        self.draft: tuple[Tensor, Tensor, list[Tensor] | None] | None = None
 
     # -- transformers' contract -------------------------------------------------------------------
 

@@ -41,13 +41,14 @@ def examine() -> list[dict[str, Any]]:
     )
     model = _tiny_model()
     row("cache argument of forward", cache_argument(model))
-    private = hasattr(model, "_prepare_cache_for_generation")
-    row(
-        "generate() hook _prepare_cache_for_generation",
-        "present" if private else "missing",
-        private,
-        f"transformers {transformers.__version__} is not supported; see docs/models.md",
-    )
+    for hook in ("_prepare_cache_for_generation", "_get_candidate_generator"):
+        there = hasattr(model, hook)
+        row(
+            f"generate() hook {hook}",
+            "present" if there else "missing",
+            there,
+            f"transformers {transformers.__version__} is not supported; see docs/models.md",
+        )
     row("update() gets keywords", _update_keywords(model))
     row("scores under h2o", *_scores(model))
     small = (cache_folder() / f"{SMALL}-f32" / "config.json").is_file()

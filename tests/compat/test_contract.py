@@ -152,6 +152,17 @@ def test_caches_and_layers_say_whether_they_can_be_cropped() -> None:
     assert callable(Cache.activate_past_recording)
 
 
+@pytest.mark.skipif(Version(transformers.__version__) < Version("5.25"), reason="from 5.25 on")
+def test_served_models_are_loaded_by_a_loader() -> None:
+    """served.py derives from both and overrides the private one; the server makes the loader."""
+    from transformers.cli.serve import Serve
+    from transformers.cli.serving import model_manager
+
+    assert callable(model_manager.ModelLoader._load_model)
+    assert "self.loader" in inspect.getsource(Serve)
+    assert {"run", "run_api_servers"} <= set(dir(Serve))
+
+
 def test_a_layer_type_would_register_itself_globally() -> None:
     """layers.py leaves `_layer_type` unset; set, every DynamicCache of that type became ours."""
     assert getattr(EvictionLayer, "_layer_type", None) is None
