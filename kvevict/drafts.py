@@ -220,6 +220,7 @@ def settle(layer: EvictionLayer, plan: Plan, stay: int) -> None:
             layer._extend(k[:, :, : stay - sure], v[:, :, : stay - sure], layer.plan)
             layer.commit()
         return
+    assert trace is not None  # a ranked layer traces every token
     for at, score in enumerate(trace[: stay - sure]):
         layer.plan = plan.part(sure + at, sure + at + 1)
         layer.update(k[:, :, at : at + 1], v[:, :, at : at + 1])
