@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 _QUERY_CHUNK = 256
+_KEY_TILE = 512  # keys of a block of column sums on CPU: the passes over a block stay in its cache
 
 
 def attention_lse(
@@ -165,19 +166,23 @@ def column_sum(
     shift = torch.where(lse == float("-inf"), torch.full_like(lse, float("inf")), lse)
     score = torch.zeros(B, H, N, dtype=torch.float32, device=q.device)
     offset = N - Q if causal else 0
+    tile = _KEY_TILE if q.device.type == "cpu" else N
     for start in range(q_lo, Q, _QUERY_CHUNK):
         stop = min(start + _QUERY_CHUNK, Q)
         end = offset + stop if causal else N
         part = (q[:, :, start:stop] * scale).reshape(B * H, -1, D)  # [B*H, G*C, D]
-        keys = k[:, :, :end].reshape(B * H, end, D)
-        logits = torch.bmm(part, keys.mT).float()  # [B*H, G*C, end]
-        logits.sub_(shift[:, :, start:stop].reshape(B * H, -1, 1)).exp_()
-        weights = logits.view(B, H, G, stop - start, end)
-        if causal:
-            weights[..., offset + start :].tril_()
-        if mask is not None:
-            piece = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
-            # Not a product: an unseen key's logit may lie far above the sum, and inf * 0 is nan.
-            weights.masked_fill_(~piece[..., :end].unsqueeze(2), 0.0)
-        score[:, :, :end] += weights.sum((2, 3))
+        less = shift[:, :, start:stop].reshape(B * H, -1, 1)
+        for low in range(0, end, tile):
+            high = min(low + tile, end)
+            keys = k[:, :, low:high].reshape(B * H, high - low, D)
+            logits = torch.bmm(part, keys.mT).float()  # [B*H, G*C, high - low]
+            logits.sub_(less).exp_()
+            weights = logits.view(B, H, G, stop - start, high - low)
+            if causal and high > offset + start + 1:
+                weights.tril_(offset + start - low)
+            if mask is not None:
+                piece = mask if mask.shape[-2] == 1 else mask[..., start:stop, :]
+                # Not a product: an unseen key's logit may lie far above, and inf * 0 is nan.
+                weights.masked_fill_(~piece[..., low:high].unsqueeze(2), 0.0)
+            score[:, :, low:high] += weights.sum((2, 3))
     return score

@@ -42,3 +42,29 @@ def test_a_chunk_held_at_once_gives_what_the_blocks_give(queries, keys, weighted
     counted = exact if weight is None else exact * weight.double()[:, None]
     want = counted.sum(2).view(2, 2, 3, keys).sum(2)
     torch.testing.assert_close(sums.double(), want, **near)
+
+
+@pytest.mark.parametrize("seen_by", ["causal", "mask of a head", "mask of all"])
+@pytest.mark.parametrize(
+    ("queries", "keys", "q_lo"), [(300, 1100, 0), (700, 700, 130), (3, 513, 0)]
+)
+def test_sums_over_tiles_of_keys_give_eager_attentions(queries, keys, q_lo, seen_by):
+    torch.manual_seed(2)
+    q = torch.randn(2, queries, 6, 16).transpose(1, 2)
+    k = torch.randn(2, 2, keys, 16)
+    row = torch.arange(keys - queries, keys)
+    causal = torch.arange(keys) <= row[:, None]  # [Q, N]
+    mask = None
+    seen = causal.expand(2, 2, queries, keys)
+    if seen_by != "causal":
+        heads = 2 if seen_by == "mask of a head" else 1
+        mask = causal & (torch.rand(2, heads, queries, keys) < 0.7)
+        mask[..., 0] = True
+        seen = mask.expand(2, 2, queries, keys)
+    logits = q.double() @ k.double().repeat_interleave(3, 1).mT * 0.3
+    logits = logits.masked_fill(~seen.repeat_interleave(3, 1), -torch.inf)
+    got = library.column_sum(
+        q, k, logits.logsumexp(-1).float(), 0.3, causal=mask is None, mask=mask, q_lo=q_lo
+    )
+    want = logits.softmax(-1)[:, :, q_lo:].sum(2).view(2, 2, 3, keys).sum(2)
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-5)
