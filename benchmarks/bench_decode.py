@@ -12,6 +12,8 @@ import kvevict
 from benchmarks.common import arguments, paired, text_ids, write_csv
 from kvevict.models.compiled import CompiledStep
 
+STEPS = 8  # steps of every case a round: one at a time and in turn, so that a slow second hits all
+
 
 def cases_at(model, ids, budget):
     """Return the step functions at one budget, every cache full."""
@@ -79,7 +81,7 @@ def main():
             if args.far[0] and (dtype, threads) == (args.dtypes[0], args.threads[0]):
                 runs.append((256, position_cases(model, ids, 256)))
             for budget, cases in runs:
-                for name, figures in paired(cases, args.rounds, warmup=2, repeat=4).items():
+                for name, figures in paired(cases, STEPS * args.rounds, warmup=4).items():
                     row = {"case": name, "budget": budget, "dtype": dtype, "threads": threads}
                     rows.append(row | figures)
                     print(rows[-1], flush=True)
