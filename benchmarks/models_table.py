@@ -36,7 +36,7 @@ transformers' own cache; only layers of full attention evict.
 
 Assisted and prompt-lookup decoding give what plain decoding gives, tokens and kept sets; "no
 drafts" marks families whose recurrent or convolution layers cannot take a draft back in the release
-of this table (5.24): they raise there, and draft from 5.25 on.
+of this table (5.24): they raise there. From 5.25 on recurrent ones can.
 
 {counts}
 
